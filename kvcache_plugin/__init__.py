@@ -1,0 +1,91 @@
+"""FP8 and NVFP4 KV caches done right: scales are checked at load, K and V quantized by hardware.
+
+``validate_kv_scales`` refuses a corrupt checkpoint scale, ``quantize_kv`` writes K or V in the
+format of the cache, each by the implementation that serves the device. See ``docs/``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcache_plugin.api import (
+        dequantize_kv,
+        explain,
+        quantize_kv,
+        register,
+        unregister,
+        validate_kv_scales,
+    )
+    from kvcache_plugin.device import Device
+    from kvcache_plugin.errors import (
+        KVCacheError,
+        KVQuantizeError,
+        KVScaleError,
+        NoImplementationError,
+    )
+    from kvcache_plugin.formats import KVFormat
+    from kvcache_plugin.hookspecs import hookimpl, hookspec
+    from kvcache_plugin.manager import Explanation
+    from kvcache_plugin.quantized import OutBuffers, QuantizedKV
+    from kvcache_plugin.scales import KVScales
+
+__version__ = "0.1.0"
+
+# Where each public name lives. They are imported when they are first asked for (PEP 562), so that
+# the command line answers without waiting for torch.
+_HOMES = {
+    "Device": "device",
+    "Explanation": "manager",
+    "KVCacheError": "errors",
+    "KVFormat": "formats",
+    "KVQuantizeError": "errors",
+    "KVScaleError": "errors",
+    "KVScales": "scales",
+    "NoImplementationError": "errors",
+    "OutBuffers": "quantized",
+    "QuantizedKV": "quantized",
+    "dequantize_kv": "api",
+    "explain": "api",
+    "hookimpl": "hookspecs",
+    "hookspec": "hookspecs",
+    "quantize_kv": "api",
+    "register": "api",
+    "unregister": "api",
+    "validate_kv_scales": "api",
+}
+
+__all__ = [
+    "Device",
+    "Explanation",
+    "KVCacheError",
+    "KVFormat",
+    "KVQuantizeError",
+    "KVScaleError",
+    "KVScales",
+    "NoImplementationError",
+    "OutBuffers",
+    "QuantizedKV",
+    "__version__",
+    "dequantize_kv",
+    "explain",
+    "hookimpl",
+    "hookspec",
+    "quantize_kv",
+    "register",
+    "unregister",
+    "validate_kv_scales",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,176 @@
+"""What ``quantize_kv`` and ``dequantize_kv`` accept: tensors, scales and buffers that fit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from kvcache_plugin.errors import KVQuantizeError
+from kvcache_plugin.quantized import OutBuffers, QuantizedKV
+from kvcache_plugin.scales import as_float
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvcache_plugin.formats import KVFormat
+
+VALUE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+_FLOAT32_MAX: Final = torch.finfo(torch.float32).max
+#: Half of the smallest positive float32: this and what is below becomes 0 there.
+_FLOAT32_UNDERFLOW: Final = 2.0**-150
+
+
+def check_tensor(tensor: torch.Tensor, kv_format: KVFormat) -> None:
+    if tensor.dtype not in VALUE_DTYPES:
+        raise KVQuantizeError(
+            f"K or V must be {dtype_names(VALUE_DTYPES)} to be quantized to {kv_format.name}, got "
+            f"{tensor.dtype} of shape {tuple(tensor.shape)}; K and V that are quantized already "
+            "are not quantized again"
+        )
+    if tensor.dim() == 0:
+        raise KVQuantizeError("K or V must have shape [..., head_dim], got a tensor of shape ()")
+    head_dim = tensor.shape[-1]
+    if head_dim % kv_format.head_dim_multiple:
+        raise KVQuantizeError(
+            f"{kv_format.name} needs a head_dim that is a multiple of "
+            f"{kv_format.head_dim_multiple}, got head_dim={head_dim} in a tensor of shape "
+            f"{tuple(tensor.shape)}; pad it, or use an FP8 KV cache"
+        )
+
+
+def scale_tensor(scale: object, tensor: torch.Tensor, kv_format: KVFormat) -> torch.Tensor:
+    """The scale as float32 on the tensor's device, ``[1]`` or ``[H]``; the host copies nothing."""
+    if isinstance(scale, torch.Tensor):
+        return _checkedscale_tensor(scale, tensor, kv_format)
+    value = as_float(scale)
+    if value is None:
+        raise KVQuantizeError(
+            f"the scale must be a number or a floating-point tensor, got "
+            f"{type(scale).__name__} {scale!r}; take scales from validate_kv_scales"
+        )
+    if not _FLOAT32_UNDERFLOW < value <= _FLOAT32_MAX:
+        raise KVQuantizeError(
+            f"the scale must be finite and > 0 in torch.float32, got {scale!r}; take scales from "
+            "validate_kv_scales, which refuses corrupt ones"
+        )
+    return torch.full((1,), value, dtype=torch.float32, device=tensor.device)
+
+
+def _checkedscale_tensor(
+    scale: torch.Tensor, tensor: torch.Tensor, kv_format: KVFormat
+) -> torch.Tensor:
+    name = (
+        "NVFP4 global scale" if kv_format.family == "nvfp4" else f"{kv_format.family.upper()} scale"
+    )
+    if scale.device != tensor.device:
+        raise KVQuantizeError(
+            f"{name} tensor must already be on the KV tensor device. It is on {scale.device}, K or "
+            f"V is on {tensor.device}; move it once, when the model is loaded"
+        )
+    if not scale.dtype.is_floating_point:
+        raise KVQuantizeError(
+            f"{name} tensor must have a floating-point dtype, got {scale.dtype}; take scales from "
+            "validate_kv_scales"
+        )
+    if scale.numel() == 1:
+        return scale.detach().to(torch.float32).reshape(1)
+    heads = tensor.shape[-2] if tensor.dim() > 1 else None
+    if not kv_format.per_head:
+        raise KVQuantizeError(
+            f"{name} tensor must have one element, got shape {tuple(scale.shape)}"
+        )
+    if heads is None or tuple(scale.shape) != (heads,):
+        raise KVQuantizeError(
+            f"{name} tensor must have one element, or shape [H] for K or V of shape "
+            f"[..., H, head_dim], got shape {tuple(scale.shape)} for K or V of shape "
+            f"{tuple(tensor.shape)}"
+        )
+    return scale.detach().to(torch.float32)
+
+
+def out_buffers(out: object, tensor: torch.Tensor, kv_format: KVFormat) -> OutBuffers:
+    if isinstance(out, QuantizedKV):
+        buffers = OutBuffers(out.data, out.block_scales)
+    elif isinstance(out, torch.Tensor):
+        buffers = OutBuffers(out)
+    elif isinstance(out, tuple) and 1 <= len(out) <= 2:
+        buffers = OutBuffers(*out)
+    else:
+        raise KVQuantizeError(
+            "out is a tensor for data, a tuple (data, block_scales) or a QuantizedKV, got "
+            f"{type(out).__name__}"
+        )
+    _check_layout(buffers, tensor.shape, tensor.device, kv_format, "out")
+    return buffers
+
+
+def check_quantized(quantized: QuantizedKV, kv_format: KVFormat) -> None:
+    data, scale = quantized.data, quantized.scale
+    if data.dim() == 0:
+        raise KVQuantizeError("quantized K or V has shape [..., head_dim], got data of shape ()")
+    shape = (*data.shape[:-1], data.shape[-1] * kv_format.values_per_element)
+    if shape[-1] % kv_format.head_dim_multiple:
+        raise KVQuantizeError(
+            f"{kv_format.name} has a head_dim that is a multiple of {kv_format.head_dim_multiple}, "
+            f"got data of shape {tuple(data.shape)}, which is head_dim={shape[-1]}"
+        )
+    buffers = OutBuffers(data, quantized.block_scales)
+    _check_layout(buffers, shape, data.device, kv_format, "quantized K or V")
+    if scale.device != data.device or scale.dtype != torch.float32:
+        raise KVQuantizeError(
+            f"the scale of quantized K or V must be torch.float32 on {data.device}, got "
+            f"{scale.dtype} on {scale.device}"
+        )
+    heads = data.shape[-2] if kv_format.per_head and data.dim() > 1 else 1
+    if tuple(scale.shape) not in ((1,), (heads,)):
+        raise KVQuantizeError(
+            f"the scale of quantized K or V has shape (1,) or one for each head, got "
+            f"{tuple(scale.shape)} for data of shape {tuple(data.shape)}"
+        )
+
+
+def _check_layout(
+    buffers: OutBuffers,
+    shape: Sequence[int],
+    device: torch.device,
+    kv_format: KVFormat,
+    what: str,
+) -> None:
+    """Compare data and block scales with what the format stores for K or V of this shape."""
+    _check_buffer(
+        buffers.data, kv_format.data_shape(shape), kv_format.torch_dtype, device, f"{what}: data"
+    )
+    scales_shape, scales_dtype = (
+        kv_format.block_scales_shape(shape),
+        kv_format.torch_block_scale_dtype,
+    )
+    if scales_shape is not None and scales_dtype is not None:
+        _check_buffer(
+            buffers.block_scales, scales_shape, scales_dtype, device, f"{what}: block_scales"
+        )
+    elif buffers.block_scales is not None:
+        raise KVQuantizeError(f"{what}: {kv_format.name} has no block_scales, leave them out")
+
+
+def _check_buffer(
+    buffer: object,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    what: str,
+) -> None:
+    if not isinstance(buffer, torch.Tensor):
+        raise KVQuantizeError(
+            f"{what} must be a tensor of {dtype} with shape {shape}, got {type(buffer).__name__}"
+        )
+    if (tuple(buffer.shape), buffer.dtype, buffer.device) != (shape, dtype, device):
+        raise KVQuantizeError(
+            f"{what} must be {dtype} with shape {shape} on {device}, got {buffer.dtype} with shape "
+            f"{tuple(buffer.shape)} on {buffer.device}"
+        )
+
+
+def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
+    *most, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(most)} or {last}"

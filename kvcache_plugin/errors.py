@@ -1,0 +1,51 @@
+"""What can go wrong: one class for each kind, all of them a ``KVCacheError``.
+
+Every message says what is wrong, where, with which value, and what to do about it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+logger = logging.getLogger(__name__)
+
+
+class KVCacheError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class KVScaleError(KVCacheError, ValueError):
+    """A K/V scale of a checkpoint is corrupt, or is no scale at all.
+
+    The message is ``"{layer}: {problem}. {remedy}"``. The parts stay readable, so that a host can
+    put the problems of many layers into one error.
+
+    :param problem: what is wrong, with the values of both sides.
+    :param layer: the layer's name in the model, empty when the caller gave none.
+    :param remedy: what the person who serves the model can do.
+    """
+
+    def __init__(self, problem: str, *, layer: str = "", remedy: str = "") -> None:
+        where = f"{layer}: " if layer else ""
+        way_out = f". {remedy}" if remedy else ""
+        super().__init__(f"{where}{problem}{way_out}")
+        self.problem = problem
+        self.layer = layer
+        self.remedy = remedy
+
+
+class KVQuantizeError(KVCacheError, ValueError):
+    """K or V cannot be quantized or dequantized as asked: tensor, scale, format or buffer."""
+
+
+class NoImplementationError(KVCacheError, RuntimeError):
+    """No implementation serves this device and format; the message lists each with its reason."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Say more about an exception that goes up as it is: shown below it, or logged before 3.11."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        logger.error("%s: %s", type(error).__name__, note)

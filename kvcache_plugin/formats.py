@@ -1,0 +1,129 @@
+"""The storage formats of a quantized KV cache: torch dtype, largest value, block size, packing.
+
+Names are the engines' own. torch dtypes are kept by name, so that a format can be named, listed
+and explained without importing torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from kvcache_plugin.device import Device
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """How one quantized K or V is laid out in memory.
+
+    A tensor of shape ``[..., head_dim]`` becomes ``data`` of shape
+    ``[..., head_dim / values_per_element]`` and, where the format has blocks, ``block_scales`` of
+    shape ``[..., head_dim / block_size]``.
+
+    :param name: the value of ``kv_cache_dtype``.
+    :param family: what messages call it: ``"fp8"``, ``"nvfp4"``.
+    :param data_dtype: the torch dtype of ``data``, by name.
+    :param largest: the largest magnitude of a code, before any scale.
+    :param values_per_element: how many values share one element of ``data``.
+    :param block_size: how many values along ``head_dim`` share a block scale; ``None`` for none.
+    :param block_scale_dtype: the torch dtype of ``block_scales``, by name; ``None`` for none.
+    :param per_head: whether the scale may also be one for each head, shape ``[H]``.
+    :param checkpoint_factor: what a checkpoint's scale is multiplied by to serve this format. 2 for
+        FNUZ, whose codes reach half as far as those of the OCP e4m3 that checkpoints are written
+        for; else 1.
+    """
+
+    name: str
+    family: str
+    data_dtype: str
+    largest: float
+    values_per_element: int = 1
+    block_size: int | None = None
+    block_scale_dtype: str | None = None
+    per_head: bool = False
+    checkpoint_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name != self.name.strip().lower():
+            raise ValueError(f"a format's name is lower case and not empty, got {self.name!r}")
+        if not self.largest > 0:
+            raise ValueError(f"{self.name}: largest must be positive, got {self.largest!r}")
+        if self.values_per_element < 1:
+            raise ValueError(
+                f"{self.name}: values_per_element must be at least 1, got {self.values_per_element}"
+            )
+        if (self.block_size is None) != (self.block_scale_dtype is None):
+            raise ValueError(
+                f"{self.name}: block_size and block_scale_dtype go together, got "
+                f"{self.block_size!r} and {self.block_scale_dtype!r}"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The torch dtype of ``data``."""
+        return _torch_dtype(self.data_dtype)
+
+    @property
+    def torch_block_scale_dtype(self) -> torch.dtype | None:
+        """The torch dtype of ``block_scales``, ``None`` where the format has none."""
+        return None if self.block_scale_dtype is None else _torch_dtype(self.block_scale_dtype)
+
+    @property
+    def head_dim_multiple(self) -> int:
+        """``head_dim`` must be a multiple of this."""
+        return self.block_size or self.values_per_element
+
+    def data_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of ``data`` for K or V of this shape."""
+        return (*shape[:-1], shape[-1] // self.values_per_element)
+
+    def block_scales_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """Shape of ``block_scales`` for K or V of this shape, ``None`` for a format without."""
+        return None if self.block_size is None else (*shape[:-1], shape[-1] // self.block_size)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+# Largest values: OCP 8-bit floating point specification 1.0 (e4m3fn, e5m2), AMD's FNUZ variant of
+# it (e4m3fnuz), OCP Microscaling specification 1.0 (e2m1).
+FP8_E4M3 = KVFormat("fp8_e4m3", "fp8", "float8_e4m3fn", 448.0, per_head=True)
+FP8_E5M2 = KVFormat("fp8_e5m2", "fp8", "float8_e5m2", 57344.0, per_head=True)
+FP8_E4M3FNUZ = KVFormat(
+    "fp8_e4m3fnuz", "fp8", "float8_e4m3fnuz", 240.0, per_head=True, checkpoint_factor=2.0
+)
+NVFP4 = KVFormat(
+    "nvfp4",
+    "nvfp4",
+    "uint8",
+    6.0,
+    values_per_element=2,
+    block_size=16,
+    block_scale_dtype="float8_e4m3fn",
+)
+
+BUILT_IN: tuple[KVFormat, ...] = (FP8_E4M3, FP8_E5M2, FP8_E4M3FNUZ, NVFP4)
+ALIASES: Mapping[str, str] = MappingProxyType({"fp8": FP8_E4M3.name})
+
+
+def canonical(kv_cache_dtype: str) -> str:
+    """The one name of a format: ``fp8`` is ``fp8_e4m3``; unknown names come back as they are."""
+    name = kv_cache_dtype.strip().lower()
+    return ALIASES.get(name, name)
+
+
+def on_device(kv_cache_dtype: str, device: Device) -> str:
+    """The format that is really stored: ``fp8_e4m3`` is ``fp8_e4m3fnuz`` on FNUZ hardware."""
+    name = canonical(kv_cache_dtype)
+    return FP8_E4M3FNUZ.name if name == FP8_E4M3.name and device.is_fnuz else name

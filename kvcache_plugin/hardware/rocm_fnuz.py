@@ -1,0 +1,27 @@
+"""ROCm FNUZ (gfx940, gfx941, gfx942): converts checkpoint scales for e4m3fnuz.
+
+A checkpoint's scales are written for the OCP e4m3, whose codes reach 448. Those of e4m3fnuz reach
+240, and the same bits mean half as much. Twice the scale keeps every value that the checkpoint's
+scale could represent within reach: 448 · s ≤ 240 · 2s.
+"""
+
+from __future__ import annotations
+
+from kvcache_plugin import Device, KVScales, hookimpl
+
+_FORMAT = "fp8_e4m3fnuz"
+_FACTOR = 2.0
+
+
+@hookimpl
+def supports_kv(device: Device, kv_cache_dtype: str) -> bool | str:
+    if not device.is_fnuz:
+        return f"serves the FNUZ GPUs gfx940, gfx941 and gfx942, and this is {device}"
+    if kv_cache_dtype != _FORMAT:
+        return f"converts scales for {_FORMAT} alone"
+    return True
+
+
+@hookimpl
+def validate_kv_scales(scales: KVScales) -> KVScales:
+    return scales.converted(_FACTOR)

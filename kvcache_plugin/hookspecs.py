@@ -1,0 +1,79 @@
+"""The hooks: what a hardware implementation, or a policy, may implement.
+
+Every hook function may take fewer arguments than its specification has. See ``docs/hooks.md``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from kvcache_plugin.device import Device
+    from kvcache_plugin.formats import KVFormat
+    from kvcache_plugin.quantized import OutBuffers, QuantizedKV
+    from kvcache_plugin.scales import KVScales
+
+PROJECT_NAME = "kvcache_plugin"
+
+hookspec = pluggy.HookspecMarker(PROJECT_NAME)
+hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
+
+
+@hookspec
+def supports_kv(device: Device, kv_cache_dtype: str) -> bool | str:
+    """Whether this implementation serves the format on the device: ``True``, or why not.
+
+    A plugin without this hook takes part everywhere.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def validate_kv_scales(
+    scales: KVScales, kv_cache_dtype: str, device: Device, layer: str
+) -> KVScales | None:
+    """Convert the scales of one layer for this hardware; ``None`` passes to the next plugin.
+
+    They are finite and positive here. The result is checked again: finite, and within float32.
+
+    :raises KVScaleError: refuses the layer.
+    """
+
+
+@hookspec(firstresult=True)
+def quantize_kv(
+    tensor: torch.Tensor,
+    scale: torch.Tensor,
+    kv_cache_dtype: str,
+    device: Device,
+    out: OutBuffers | None,
+) -> QuantizedKV | None:
+    """Quantize K or V, which must not change; ``None`` passes to the next plugin.
+
+    :param tensor: float32, bfloat16 or float16, ``[..., head_dim]``, any strides.
+    :param scale: dequantization multiplier, float32 on the tensor's device, ``[1]`` or per head
+        ``[H]`` for ``[..., H, head_dim]``. Its value may change under a CUDA graph: do not read it.
+    :param out: buffers of the caller to fill instead of new ones, of the right shapes and dtypes.
+    """
+
+
+@hookspec(firstresult=True)
+def dequantize_kv(
+    quantized: QuantizedKV, dtype: torch.dtype, device: Device
+) -> torch.Tensor | None:
+    """The values of the codes, ``[..., head_dim]``; ``None`` passes to the next plugin.
+
+    :param dtype: float32, bfloat16 or float16.
+    """
+
+
+@hookspec
+def kv_formats() -> Sequence[KVFormat]:
+    """Storage formats that this plugin adds to the built-in ones."""
+    raise NotImplementedError
