@@ -43,6 +43,7 @@ SELECTED_HOOKS: Final[tuple[HookName, ...]] = (
     "validate_kv_scales",
 )
 _SUPPORTS: Final = "supports_kv"
+_BLOCKED: Final = f"blocked by {BLOCK.name}"
 _KNOWN_HOOKS: Final = (_SUPPORTS, *SELECTED_HOOKS, "kv_formats")
 
 
@@ -61,6 +62,16 @@ class Implementation:
     hooks: tuple[str, ...] = ()
     summary: str = ""
     left_out: str = ""
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the user left it out."""
+        return self.left_out == _BLOCKED
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it is left out because it does not work."""
+        return bool(self.left_out) and not self.is_blocked
 
 
 @dataclass(frozen=True)
@@ -164,9 +175,7 @@ class Manager:
     def _try(self, name: str, distribution: str, load: Callable[[], object]) -> None:
         """Load and admit one plugin; whatever is wrong with it is logged once."""
         if name in self._block:
-            self._found.append(
-                Implementation(name, distribution, left_out=f"blocked by {BLOCK.name}")
-            )
+            self._found.append(Implementation(name, distribution, left_out=_BLOCKED))
             return
         try:
             try:

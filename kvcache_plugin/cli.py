@@ -1,0 +1,220 @@
+"""``kvcache-plugin``: plugins, explain, doctor and demo.
+
+Exit status 0 when all is fine, 1 when something is wrong, 2 when the command is used wrongly.
+torch is imported by the commands that need it, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from kvcache_plugin import __version__
+from kvcache_plugin.errors import KVCacheError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvcache_plugin.doctor import EngineStatus
+
+FINE: Final = 0
+WRONG: Final = 1
+MISUSED: Final = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    try:
+        return command(arguments)
+    except KVCacheError as error:
+        print(f"kvcache-plugin: {error}", file=sys.stderr)
+        return MISUSED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvcache-plugin", description=_DESCRIPTION)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], summary: str) -> Any:
+        subparser = commands.add_parser(name, help=summary, description=summary)
+        subparser.add_argument("--json", action="store_true", help="print JSON instead of text")
+        subparser.set_defaults(command=command)
+        return subparser
+
+    add("plugins", _plugins, "List the implementations that are installed.")
+    explain = add(
+        "explain", _explain, "Say which implementation serves a device and format, and why."
+    )
+    explain.add_argument("--device", required=True, help="cpu, sm_90, gfx942, cuda:0 …")
+    explain.add_argument("--kv-cache-dtype", required=True, help="fp8, fp8_e5m2, nvfp4 …")
+    add("doctor", _doctor, "Find out whether the plugin works with the engines installed here.")
+    add("demo", _demo, "See a corrupt scale refused, and K/V quantized in every format.")
+    return parser
+
+
+_DESCRIPTION: Final = "Checks and quantizes the KV caches of vLLM and SGLang."
+
+
+def _plugins(arguments: argparse.Namespace) -> int:
+    from kvcache_plugin.manager import get_manager
+
+    found = get_manager().implementations
+    if arguments.json:
+        _print_json([asdict(implementation) for implementation in found])
+    else:
+        _print_table(
+            ("name", "distribution", "hooks", "what it is"),
+            [(f.name, f.distribution, ", ".join(f.hooks) or "-", _state(f)) for f in found],
+        )
+    return WRONG if any(implementation.is_broken for implementation in found) else FINE
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from kvcache_plugin.api import explain
+
+    rows = explain(arguments.device, arguments.kv_cache_dtype)
+    if arguments.json:
+        _print_json([{**asdict(row), "chosen": row.chosen} for row in rows])
+    else:
+        _print_table(
+            ("name", "distribution", "chosen for", "reason"),
+            [
+                (row.name, row.distribution, ", ".join(row.chosen_for) or "-", row.reason)
+                for row in rows
+            ],
+        )
+    return FINE if any(row.chosen for row in rows) else WRONG
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from kvcache_plugin.doctor import examine, switches
+
+    found = examine()
+    if arguments.json:
+        _print_json(
+            {
+                "version": __version__,
+                "switches": switches(found.settings),
+                "engines": [asdict(engine) for engine in found.engines],
+                "implementations": [asdict(i) for i in found.implementations],
+                "problems": found.problems,
+            }
+        )
+    else:
+        print(f"kvcache-plugin {__version__}\n")
+        _print_table(("switch", "value"), list(switches(found.settings).items()))
+        for engine in found.engines:
+            print(f"\n{_engine_line(engine)}")
+            if engine.seams:
+                _print_table(
+                    ("seam", "state", "what we do there"),
+                    [(s.path, s.problem or "fits", s.purpose) for s in engine.seams],
+                )
+        print()
+        _print_table(
+            ("implementation", "distribution", "state"),
+            [(i.name, i.distribution, i.left_out or "loaded") for i in found.implementations],
+        )
+        print()
+        for problem in found.problems:
+            print(f"problem: {problem}")
+        if not found.problems:
+            print("no problem found")
+    return WRONG if found.problems else FINE
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from kvcache_plugin import demo
+
+    result = demo.run()
+    if arguments.json:
+        # NaN is what the demo is about, and JSON has none: it becomes null.
+        layers = [
+            {**asdict(layer), "k_scale": _finite(layer.k_scale), "v_scale": _finite(layer.v_scale)}
+            for layer in result.layers
+        ]
+        _print_json({**asdict(result), "layers": layers, "succeeded": result.succeeded})
+    else:
+        print("A checkpoint with one corrupt scale:\n")
+        _print_table(
+            ("layer", "k_scale", "v_scale", ""),
+            [
+                (layer.layer, f"{layer.k_scale:.4g}", f"{layer.v_scale:.4g}", _verdict(layer))
+                for layer in result.layers
+            ],
+        )
+        for layer in result.layers:
+            if layer.refusal:
+                print(f"\nKVScaleError: {layer.refusal}")
+        print(f"\nK quantized and dequantized on {result.device}:\n")
+        _print_table(
+            ("format", "implementation", "bits per value", "relative error", "largest error"),
+            [
+                (
+                    trip.kv_cache_dtype,
+                    trip.implementation,
+                    f"{trip.bits_per_value:.1f}",
+                    f"{trip.relative_error:.2%}",
+                    f"{trip.largest_error:.2%}",
+                )
+                for trip in result.round_trips
+            ],
+        )
+    return FINE if result.succeeded else WRONG
+
+
+def _state(implementation: Any) -> str:
+    left_out = f"left out: {implementation.left_out}" if implementation.left_out else ""
+    return left_out or implementation.summary
+
+
+def _verdict(layer: Any) -> str:
+    return "refused" if layer.refusal else "sound"
+
+
+def _engine_line(engine: EngineStatus) -> str:
+    if engine.version is None:
+        return f"{engine.title} is not installed here"
+    loads = f"does not load us: {engine.not_loaded}" if engine.not_loaded else "loads us"
+    return f"{engine.title} {engine.version} {loads}"
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        _print_plain_table(columns, rows)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(markup=False, highlight=False)
+    if console.is_terminal:
+        console.print(table)
+    else:
+        _print_plain_table(columns, rows)
+
+
+def _print_plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    lines = [columns, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join(cells).rstrip())

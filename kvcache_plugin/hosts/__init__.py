@@ -1,0 +1,1 @@
+"""One module for each engine, and one table of every engine symbol that we touch."""

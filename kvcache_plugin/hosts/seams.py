@@ -1,0 +1,201 @@
+"""Every engine symbol that we touch, with the signature that we rely on.
+
+A seam is compared with the engine that is installed, twice: by ``register()`` with the imported
+module, and by ``kvcache-plugin doctor`` with the source file, which imports nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A function of an engine.
+
+    :param engine: the engine's top-level package.
+    :param module: the module that defines the function.
+    :param qualname: its name there, ``Class.method`` for a method.
+    :param parameters: the parameters that we rely on, in order. Further ones must have defaults.
+    :param purpose: what we do there, in a few words.
+    """
+
+    engine: str
+    module: str
+    qualname: str
+    parameters: tuple[str, ...]
+    purpose: str
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}.{self.qualname}"
+
+
+VLLM_LAYER: Final = Seam(
+    "vllm",
+    "vllm.model_executor.layers.quantization.kv_cache",
+    "BaseKVCacheMethod.process_weights_after_loading",
+    ("self", "layer"),
+    "checks and writes the scales of one layer, here and in every subclass",
+)
+VLLM_MODEL: Final = Seam(
+    "vllm",
+    "vllm.model_executor.model_loader.utils",
+    "process_weights_after_loading",
+    ("model", "model_config", "target_device"),
+    "checks all layers before the first is processed",
+)
+VLLM_MARKER: Final = Seam(
+    "vllm",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "CompressedTensorsKVCacheMethod.create_weights",
+    ("self", "layer"),
+    "marks scales that no checkpoint has set yet",
+)
+VLLM_CONFIG: Final = Seam(
+    "vllm",
+    "vllm.config.vllm",
+    "get_current_vllm_config_or_none",
+    (),
+    "tells random dummy weights from a checkpoint's",
+)
+SGLANG_HOOKS: Final = Seam(
+    "sglang",
+    "sglang.srt.plugins.hook_registry",
+    "HookRegistry.register",
+    ("cls", "target", "hook", "hook_type"),
+    "wraps the other seams",
+)
+SGLANG_LAYER: Final = Seam(
+    "sglang",
+    "sglang.srt.layers.quantization.kv_cache",
+    "BaseKVCacheMethod.process_weights_after_loading",
+    ("self", "layer"),
+    "checks and writes the scales of one layer",
+)
+SGLANG_MODEL: Final = Seam(
+    "sglang",
+    "sglang.srt.model_loader.loader",
+    "DefaultModelLoader.postprocess_weights",
+    ("model", "target_device"),
+    "checks all layers before the first is processed",
+)
+SGLANG_CONFIG: Final = Seam(
+    "sglang",
+    "sglang.srt.runtime_context",
+    "get_model",
+    (),
+    "tells the KV cache dtype, and dummy weights from a checkpoint's",
+)
+
+SEAMS: Final = (
+    VLLM_LAYER,
+    VLLM_MODEL,
+    VLLM_MARKER,
+    VLLM_CONFIG,
+    SGLANG_HOOKS,
+    SGLANG_LAYER,
+    SGLANG_MODEL,
+    SGLANG_CONFIG,
+)
+
+
+def check_module(seam: Seam, module: ModuleType) -> str:
+    """What does not fit in an imported module; empty when the seam fits."""
+    found: object = module
+    for name in seam.qualname.split("."):
+        # From the class's own namespace: a bound method would hide its first parameter.
+        found = vars(found).get(name) if isinstance(found, type) else getattr(found, name, None)
+    found = getattr(found, "__func__", found)
+    if not callable(found):
+        return f"{seam.path} is missing"
+    return _compare(seam, tuple(inspect.signature(found).parameters.values()))
+
+
+def check_source(seam: Seam) -> str:
+    """What does not fit in the installed source; empty when the seam fits. Nothing is imported."""
+    path = source_file(seam)
+    if path is None:
+        return f"{seam.path} is missing: there is no module {seam.module}"
+    nodes: Sequence[ast.stmt] = _parse(path).body
+    node: ast.stmt | None = None
+    for name in seam.qualname.split("."):
+        named = [n for n in nodes if getattr(n, "name", None) == name]
+        if not named:
+            return f"{seam.path} is missing"
+        node = named[-1]
+        nodes = node.body if isinstance(node, ast.ClassDef) else ()
+    if not isinstance(node, ast.FunctionDef):
+        return f"{seam.path} is no function"
+    return _compare(seam, _parameters(node.args))
+
+
+def _compare(seam: Seam, parameters: Sequence[inspect.Parameter]) -> str:
+    by_position = [p for p in parameters if p.kind in _POSITIONAL]
+    names = tuple(parameter.name for parameter in by_position)
+    expected = seam.parameters
+    needed = [
+        p
+        for p in (*by_position[len(expected) :], *(p for p in parameters if p.kind is _KEYWORD))
+        if p.default is inspect.Parameter.empty
+    ]
+    if names[: len(expected)] == expected and not needed:
+        return ""
+    signature = inspect.Signature(list(parameters))
+    return f"{seam.path} has another signature: {signature}, not ({', '.join(expected)})"
+
+
+_POSITIONAL: Final = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
+_KEYWORD: Final = inspect.Parameter.KEYWORD_ONLY
+
+
+def _parameters(arguments: ast.arguments) -> list[inspect.Parameter]:
+    """The parameters of a parsed function; a default is only known to be there."""
+    default, empty = object(), inspect.Parameter.empty
+    by_position = [*arguments.posonlyargs, *arguments.args]
+    without = len(by_position) - len(arguments.defaults)
+    parameters = [
+        inspect.Parameter(arg.arg, _POSITIONAL[1], default=empty if i < without else default)
+        for i, arg in enumerate(by_position)
+    ]
+    if arguments.vararg:
+        parameters.append(inspect.Parameter(arguments.vararg.arg, inspect.Parameter.VAR_POSITIONAL))
+    parameters += [
+        inspect.Parameter(arg.arg, _KEYWORD, default=empty if given is None else default)
+        for arg, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    if arguments.kwarg:
+        parameters.append(inspect.Parameter(arguments.kwarg.arg, inspect.Parameter.VAR_KEYWORD))
+    return parameters
+
+
+def source_file(seam: Seam) -> Path | None:
+    """The file of the seam's module, ``None`` where there is none. Nothing is imported."""
+    # Only the top-level package is looked up: finding a submodule would import its parents.
+    spec = importlib.util.find_spec(seam.engine)
+    if spec is None:
+        return None
+    for root in spec.submodule_search_locations or ():
+        path = Path(root).joinpath(*seam.module.split(".")[1:])
+        for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+@lru_cache
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
