@@ -151,8 +151,8 @@ def _compare(seam: Seam, parameters: Sequence[inspect.Parameter]) -> str:
     ]
     if names[: len(expected)] == expected and not needed:
         return ""
-    signature = inspect.Signature(list(parameters))
-    return f"{seam.path} has another signature: {signature}, not ({', '.join(expected)})"
+    found = ", ".join(parameter.name for parameter in parameters)
+    return f"{seam.path} has another signature: ({found}), not ({', '.join(expected)})"
 
 
 _POSITIONAL: Final = (

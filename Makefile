@@ -1,0 +1,37 @@
+# Everything below sets itself up in .venv. `make demo` and `make test` are all that a newcomer needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The release that the project is tested with. One that is in .venv already is kept, so a CPU or
+# CUDA build of your choice can be put there first.
+TORCH := torch==2.13.0
+
+.PHONY: demo test engine-test lint bench clean
+
+demo: $(VENV)/ready
+	$(BIN)/kvcache-plugin demo
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest -m "not engine"
+
+# Starts the released vLLM and SGLang. The first run builds their environments, outside the
+# checkout: some minutes, and some 10 GB.
+engine-test: $(VENV)/ready
+	$(BIN)/python -m pytest -m engine
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(VENV)/ready
+	$(BIN)/python -m tests.benchmarks.startup
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(VENV)/ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install "$(TORCH)"
+	$(BIN)/pip install --editable ".[cli,test]"
+	touch $@

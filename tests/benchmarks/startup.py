@@ -1,0 +1,88 @@
+"""What being loaded costs: ``python -m tests.benchmarks.startup``.
+
+Prints the time that ``import kvcache_plugin`` adds to torch's own import, and the time that each
+engine's ``register()`` adds to the imports that the engine makes before it, each as the median of
+several fresh processes. The engines run in the environments of the engine tests.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.engine.serving import install, run_python
+
+RUNS = 5
+_ROOT = Path(__file__).resolve().parents[2]
+_TIMED = """
+import time
+{before}
+started = time.perf_counter()
+{timed}
+print("SECONDS", time.perf_counter() - started)
+"""
+_IMPORT = _TIMED.format(before="import torch", timed="import kvcache_plugin")
+_EVERYTHING = _TIMED.format(
+    before="import torch",
+    timed="import kvcache_plugin as kv; kv.quantize_kv, kv.validate_kv_scales, kv.explain",
+)
+# The modules that each engine has imported by itself when it loads its plugins.
+_REGISTER = {
+    "vllm": _TIMED.format(
+        before="import vllm.engine.arg_utils",
+        timed="from kvcache_plugin.hosts.vllm import register; register()",
+    ),
+    "sglang": _TIMED.format(
+        before="import sglang.srt.entrypoints.engine, sglang.srt.managers.scheduler",
+        timed="from kvcache_plugin.hosts.sglang import register; register()",
+    ),
+}
+
+
+def main() -> None:
+    print(f"milliseconds, median of {RUNS} processes (smallest to largest)")
+    with tempfile.TemporaryDirectory() as folder:
+        site = install(Path(folder), _ROOT, "pluggy")
+        _print(
+            "import kvcache_plugin, after torch", [_run_here(_IMPORT, site) for _ in range(RUNS)]
+        )
+        _print(
+            "import of every public name, after torch",
+            [_run_here(_EVERYTHING, site) for _ in range(RUNS)],
+        )
+        for engine, code in _REGISTER.items():
+            _print(
+                f"register() in {engine}, after the engine's own imports",
+                [_seconds(run_python(engine, ["-c", code], site=[site])[1]) for _ in range(RUNS)],
+            )
+
+
+def _run_here(code: str, site: Path) -> float:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=site,
+    )
+    return _seconds(done.stdout)
+
+
+def _seconds(output: str) -> float:
+    (line,) = (line for line in output.splitlines() if line.startswith("SECONDS "))
+    return float(line.split()[1])
+
+
+def _print(what: str, seconds: list[float]) -> None:
+    milliseconds = [1000 * second for second in seconds]
+    print(
+        f"{statistics.median(milliseconds):8.1f} ({min(milliseconds):.1f} to "
+        f"{max(milliseconds):.1f})  {what}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tests that start the real engines; see conftest.py."""

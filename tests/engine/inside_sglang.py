@@ -1,0 +1,275 @@
+"""Run by pytest inside SGLang's environment: the adapter on SGLang's own KV-cache methods.
+
+The layers are bare, the classes and the hook registry around them are SGLang's. No GPU is here:
+FNUZ hardware is put in place of the CPU where the plugin, and where SGLang, asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from sglang.srt.layers.quantization import kv_cache
+from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+from sglang.srt.model_loader.loader import DefaultModelLoader
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from kvcache_plugin import Device, KVScaleError
+from kvcache_plugin.hosts import seams, sglang
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+sglang.register()
+sglang.register()
+HookRegistry.apply_hooks()
+
+LAYER = 3
+UNSET = -1.0
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def config(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What SGLang publishes of its arguments before it loads a model."""
+    config = SimpleNamespace(kv_cache_dtype="fp8_e4m3", load_format="auto")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_model", lambda: config)
+    return config
+
+
+@pytest.fixture
+def fnuz(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "of", classmethod(lambda cls, x: cls("rocm", "gfx942")))
+    monkeypatch.setattr(kv_cache, "is_fp8_fnuz", lambda: True)
+
+
+def new_layer(quant_config: Any = None) -> Any:
+    layer: Any = torch.nn.Module()
+    layer.layer_id = LAYER
+    layer.quant_method = BaseKVCacheMethod(quant_config or SimpleNamespace())
+    layer.quant_method.create_weights(layer)
+    return layer
+
+
+def bring(layer: Any, k: float | None, v: float | None) -> None:
+    """Copy in what a checkpoint has, as SGLang's loaders do."""
+    for parameter, scale in ((layer.k_scale, k), (layer.v_scale, v)):
+        if scale is not None:
+            parameter.data.copy_(torch.tensor(scale))
+
+
+def process(layer: Any) -> None:
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def load(layer: Any, k: float | None, v: float | None) -> None:
+    bring(layer, k, v)
+    process(layer)
+
+
+def assert_scales(layer: Any, k: float, v: float) -> None:
+    assert (layer.k_scale.item(), layer.k_scale_float) == pytest.approx((k, k), rel=1e-6)
+    assert (layer.v_scale.item(), layer.v_scale_float) == pytest.approx((v, v), rel=1e-6)
+
+
+def model_of(scales: Mapping[str, tuple[float | None, float | None]]) -> torch.nn.Module:
+    """A model whose attention layers have these names and raw scales."""
+    model = torch.nn.Module()
+    for path, (k, v) in scales.items():
+        parent = model
+        *names, last = path.split(".")
+        for name in names:
+            if not hasattr(parent, name):
+                parent.add_module(name, torch.nn.Module())
+            parent = getattr(parent, name)
+        layer = new_layer()
+        bring(layer, k, v)
+        parent.add_module(last, layer)
+    return model
+
+
+CASES = [
+    (0.05, 0.06, (0.05, 0.06)),
+    (None, None, (1.0, 1.0)),
+    (0.05, None, (0.05, 0.05)),
+    (None, 0.05, (0.05, 0.05)),
+    (0.0, 0.0, (1.0, 1.0)),
+    (-0.5, -2.0, (1.0, 1.0)),
+    (1.0, 1.0, (1.0, 1.0)),
+]
+
+
+@pytest.mark.parametrize(("k", "v", "served"), CASES)
+def test_every_copy_has_what_the_rules_say_however_often_it_is_processed(
+    k: float | None, v: float | None, served: tuple[float, float]
+) -> None:
+    layer = new_layer()
+    bring(layer, k, v)
+    for _ in range(3):
+        process(layer)
+        assert_scales(layer, *served)
+
+
+@pytest.mark.usefixtures("fnuz")
+@pytest.mark.parametrize(
+    ("k", "v", "served"),
+    [
+        (0.05, 0.06, (0.1, 0.12)),
+        (0.05, None, (0.1, 0.1)),
+        (None, 0.05, (0.1, 0.1)),
+        (None, None, (1.0, 1.0)),
+        (1e38, 1.0, (2e38, 2.0)),
+    ],
+)
+def test_fnuz_doubles_once_however_often_a_layer_is_processed(
+    k: float | None, v: float | None, served: tuple[float, float]
+) -> None:
+    """SGLang by itself doubles each time: 0.05, 0.1, 0.2, 0.4."""
+    layer = new_layer()
+    bring(layer, k, v)
+    for _ in range(3):
+        process(layer)
+        assert_scales(layer, *served)
+
+
+@pytest.mark.usefixtures("fnuz")
+def test_fnuz_doubles_what_a_reload_brings() -> None:
+    layer = new_layer()
+    load(layer, 0.05, 0.06)
+    load(layer, 0.07, 0.06)
+    assert_scales(layer, 0.14, 0.12)
+    load(layer, 0.05, 0.08)
+    assert_scales(layer, 0.1, 0.16)
+
+
+@pytest.mark.usefixtures("fnuz")
+def test_fnuz_refuses_what_overflows_when_doubled() -> None:
+    with pytest.raises(KVScaleError, match=r"fit in torch\.float32, got k_scale=6\.0000\d*e\+38"):
+        load(new_layer(), 3e38, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "side"),
+    [
+        (float("nan"), 1.0, "k_scale=nan"),
+        (1.0, float("-inf"), "v_scale=-inf"),
+        (0.05, 0.0, "v_scale=0.0"),
+        (-0.3, 0.05, "k_scale=-0.3"),
+    ],
+)
+def test_a_layer_that_comes_alone_is_refused(k: float, v: float, side: str) -> None:
+    with pytest.raises(KVScaleError) as refused:
+        load(new_layer(), k, v)
+    assert f"layer {LAYER}" in str(refused.value)
+    assert side in str(refused.value)
+
+
+def test_a_reload_with_a_corrupt_scale_is_refused_and_can_be_rolled_back() -> None:
+    layer = new_layer()
+    load(layer, 0.05, 0.06)
+    with pytest.raises(KVScaleError):
+        load(layer, float("nan"), 0.06)
+    load(layer, 0.05, 0.06)
+    assert_scales(layer, 0.05, 0.06)
+
+
+def test_all_corrupt_layers_of_a_model_are_in_one_error() -> None:
+    scales: dict[str, tuple[float | None, float | None]] = {
+        f"model.layers.{i}.self_attn.attn": (0.05, 0.06) for i in range(30)
+    }
+    corrupt = [f"model.layers.{i}.self_attn.attn" for i in range(3, 26)]
+    scales.update((name, (0.05, float("inf"))) for name in corrupt)
+    with pytest.raises(KVScaleError) as refused:
+        DefaultModelLoader.postprocess_weights(model_of(scales), CPU)
+    message = str(refused.value)
+    assert "in 23 of 30 layers" in message
+    assert [name for name in scales if f"{name}:" in message] == corrupt[:20]
+    assert "and 3 more layers" in message
+
+
+def test_a_sound_model_is_processed_under_its_names() -> None:
+    model = model_of({"model.layers.0.self_attn.attn": (0.05, 0.06)})
+    DefaultModelLoader.postprocess_weights(model, CPU)
+    layer: Any = model.get_submodule("model.layers.0.self_attn.attn")
+    assert_scales(layer, 0.05, 0.06)
+    with pytest.raises(KVScaleError, match=r"model\.layers\.0\.self_attn\.attn"):
+        load(layer, float("nan"), 0.06)
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "declared", "is_checked"),
+    [
+        ("auto", None, False),
+        ("auto", "FP8", True),
+        ("auto", "auto", False),
+        ("bf16", "FP8", False),
+        ("bfloat16", None, False),
+        ("fp4_mx_block16", None, False),
+        ("fp8_e5m2", None, True),
+        ("nvfp4", None, True),
+    ],
+)
+def test_only_quantized_caches_are_checked(
+    config: SimpleNamespace, kv_cache_dtype: str, declared: str | None, is_checked: bool
+) -> None:
+    config.kv_cache_dtype = kv_cache_dtype
+    layer = new_layer(SimpleNamespace(kv_cache_quant_algo=declared))
+    if is_checked:
+        with pytest.raises(KVScaleError):
+            load(layer, float("inf"), 0.05)
+    else:
+        load(layer, float("inf"), 0.05)  # as SGLang does by itself
+        assert layer.k_scale_float == float("inf")
+
+
+def test_random_weights_are_no_checkpoint(config: SimpleNamespace) -> None:
+    """SGLang's dummy loader fills scales with random numbers of either sign."""
+    config.load_format = "dummy"
+    layer = new_layer()
+    load(layer, 0.0005, -0.0007)
+    assert layer.k_scale_float == pytest.approx(0.0005)
+
+
+def test_a_failure_of_ours_does_not_stop_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a fault of the plugin")
+
+    monkeypatch.setattr("kvcache_plugin.hosts.gate.validate_kv_scales", fail)
+    layer = new_layer()
+    load(layer, 0.05, 0.06)
+    assert_scales(layer, 0.05, 0.06)
+    (record,) = [r for r in caplog.records if r.levelno >= logging.ERROR]
+    assert f"layer {LAYER}" in record.getMessage()
+    assert record.exc_info is not None
+
+
+def test_a_seam_with_another_signature_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def moved(model: Any, device: Any) -> None: ...
+
+    monkeypatch.setattr(DefaultModelLoader, "postprocess_weights", staticmethod(moved))
+    registered: list[str] = []
+    monkeypatch.setattr(
+        HookRegistry,
+        "register",
+        classmethod(lambda cls, target, hook, hook_type: registered.append(target)),
+    )
+    sglang._register()
+    assert registered == [seams.SGLANG_LAYER.path]
+    (record,) = caplog.records
+    assert seams.SGLANG_MODEL.path in record.getMessage()
+    assert "(model, device)" in record.getMessage()
+
+
+def test_every_seam_fits_in_the_source_and_in_the_module() -> None:
+    for seam in seams.SEAMS:
+        if seam.engine == "sglang" and seam is not seams.SGLANG_CONFIG:  # replaced here
+            assert seams.check_source(seam) == ""
+            assert seams.check_module(seam, importlib.import_module(seam.module)) == ""

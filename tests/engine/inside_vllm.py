@@ -1,0 +1,296 @@
+"""Run by pytest inside vLLM's environment: the adapter on vLLM's own KV-cache methods.
+
+The layers are bare, the classes and functions around them are vLLM's. No GPU is here: FNUZ
+hardware is put in place of the CPU where the plugin, and where vLLM, asks what the device is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsKVCacheMethod,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8KVCacheMethod
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.platforms import current_platform
+
+from kvcache_plugin import Device, KVScaleError
+from kvcache_plugin.hosts import seams, vllm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NAME = "model.layers.3.self_attn.attn"
+HEADS = 2
+
+vllm.register()
+
+
+@pytest.fixture
+def fnuz(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "of", classmethod(lambda cls, x: cls("rocm", "gfx942")))
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda cls: True))
+
+
+def base_method() -> Any:
+    return BaseKVCacheMethod(SimpleNamespace())
+
+
+def compressed_tensors(strategy: str = "tensor") -> Any:
+    scheme = {"type": "float", "num_bits": 8, "strategy": strategy, "symmetric": True}
+    config = SimpleNamespace(kv_cache_scheme=scheme)
+    return CompressedTensorsKVCacheMethod(config)
+
+
+METHODS = [
+    pytest.param(base_method, id="base"),
+    pytest.param(compressed_tensors, id="compressed-tensors"),
+]
+
+
+def new_layer(kv_cache_dtype: str = "fp8") -> Any:
+    layer: Any = torch.nn.Module()
+    layer.kv_cache_dtype = kv_cache_dtype
+    layer.layer_name = NAME
+    layer.num_kv_heads = HEADS
+    set_default_quant_scales(layer, register_buffer=True)
+    return layer
+
+
+def load(method: Any, layer: Any, k: Any, v: Any) -> None:
+    """As vLLM's loaders do: make the parameters, copy in what the checkpoint has, process."""
+    method.create_weights(layer)
+    for parameter, scale in ((layer.k_scale, k), (layer.v_scale, v)):
+        if scale is not None:
+            parameter.data.copy_(torch.as_tensor(scale))
+    method.process_weights_after_loading(layer)
+
+
+def copies(layer: Any, side: str) -> tuple[float, float, float]:
+    """The three places that vLLM's attention backends read a scale from."""
+    return (
+        getattr(layer, f"_{side}_scale").item(),
+        getattr(layer, f"_{side}_scale_float"),
+        getattr(layer, f"_{side}_scale_cpu").item(),
+    )
+
+
+def assert_scales(layer: Any, k: float, v: float) -> None:
+    assert copies(layer, "k") == pytest.approx((k, k, k), rel=1e-6)
+    assert copies(layer, "v") == pytest.approx((v, v, v), rel=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("k", "v", "served"),
+    [
+        (0.05, 0.06, (0.05, 0.06)),
+        (None, None, (1.0, 1.0)),
+        (0.05, None, (0.05, 0.05)),
+        (None, 0.05, (0.05, 0.05)),
+        (0.0, 0.0, (1.0, 1.0)),
+        (-0.5, -2.0, (1.0, 1.0)),
+        (1.0, 1.0, (1.0, 1.0)),
+    ],
+)
+def test_every_copy_has_what_the_rules_say(
+    method: Any, k: float | None, v: float | None, served: tuple[float, float]
+) -> None:
+    layer = new_layer()
+    load(method(), layer, k, v)
+    assert_scales(layer, *served)
+    assert not hasattr(layer, "k_scale")
+
+
+@pytest.mark.usefixtures("fnuz")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("k", "v", "served"),
+    [
+        (0.05, 0.06, (0.1, 0.12)),
+        (0.05, None, (0.1, 0.1)),
+        (None, None, (1.0, 1.0)),
+        (1e38, 1.0, (2e38, 2.0)),
+    ],
+)
+def test_fnuz_doubles_once_however_often_a_layer_is_loaded(
+    method: Any, k: float | None, v: float | None, served: tuple[float, float]
+) -> None:
+    layer = new_layer()
+    for _ in range(3):
+        load(method(), layer, k, v)
+        assert_scales(layer, *served)
+
+
+@pytest.mark.usefixtures("fnuz")
+@pytest.mark.parametrize("method", METHODS)
+def test_fnuz_refuses_what_overflows_when_doubled(method: Any) -> None:
+    with pytest.raises(KVScaleError, match=r"fit in torch\.float32, got k_scale=6\.0000\d*e\+38"):
+        load(method(), new_layer(), 3e38, 1.0)
+
+
+@pytest.mark.usefixtures("fnuz")
+def test_query_scale_follows_the_raw_k_scale() -> None:
+    """vLLM takes k for q where q is unset, and doubles it itself: it must not start from 2 k."""
+    layer = new_layer()
+    load(base_method(), layer, 0.05, None)
+    assert layer._q_scale.item() == 1.0  # vLLM 0.32 overwrites it with 1.0 in the end
+    assert_scales(layer, 0.1, 0.1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("k", "v", "side"),
+    [
+        (float("nan"), 1.0, "k_scale=nan"),
+        (1.0, float("-inf"), "v_scale=-inf"),
+        (0.05, 0.0, "v_scale=0.0"),
+        (-0.3, 0.05, "k_scale=-0.3"),
+    ],
+)
+def test_a_layer_that_comes_alone_is_refused(method: Any, k: float, v: float, side: str) -> None:
+    """As in a reload, which processes layer by layer."""
+    with pytest.raises(KVScaleError) as refused:
+        load(method(), new_layer(), k, v)
+    assert NAME in str(refused.value)
+    assert side in str(refused.value)
+
+
+def test_per_head_scales_are_served_and_their_largest_is_on_the_host() -> None:
+    layer = new_layer()
+    method = compressed_tensors("attn_head")
+    load(method, layer, torch.tensor([0.02, 0.03]), torch.tensor([0.01, 0.04]))
+    assert layer._k_scale.tolist() == pytest.approx([0.02, 0.03])
+    assert layer._v_scale.tolist() == pytest.approx([0.01, 0.04])
+    assert layer._k_scale_float == layer._k_scale_cpu.item() == layer._k_scale.max().item()
+    assert layer._v_scale_float == layer._v_scale_cpu.item() == layer._v_scale.max().item()
+
+
+@pytest.mark.usefixtures("fnuz")
+def test_per_head_scales_are_doubled_on_fnuz() -> None:
+    layer = new_layer()
+    load(compressed_tensors("attn_head"), layer, torch.tensor([0.02, 0.03]), None)
+    assert layer._k_scale.tolist() == pytest.approx([0.04, 0.06])
+    assert layer._v_scale.tolist() == pytest.approx([0.04, 0.06])
+
+
+def test_per_head_scales_with_a_corrupt_head_are_refused() -> None:
+    with pytest.raises(KVScaleError, match="k_scale of head 1"):
+        load(
+            compressed_tensors("attn_head"),
+            new_layer(),
+            torch.tensor([0.02, float("nan")]),
+            torch.tensor([0.01, 0.04]),
+        )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "fp8_ds_mla"])
+def test_other_caches_are_left_alone(method: Any, kv_cache_dtype: str) -> None:
+    """Unquantized ones, and those with scales of their own; no marker of ours stays behind."""
+    layer = new_layer(kv_cache_dtype)
+    if method is compressed_tensors:
+        load(method(), layer, None, float("inf"))
+        assert layer._k_scale.item() == 1.0
+        assert layer._v_scale.item() == float("inf")
+    elif kv_cache_dtype != "fp8_ds_mla":
+        load(method(), layer, float("nan"), float("inf"))
+        assert_scales(layer, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_random_weights_are_no_checkpoint(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's dummy loader fills scales with random numbers of either sign."""
+    config = SimpleNamespace(load_config=SimpleNamespace(load_format="dummy"))
+    current = "vllm.config.vllm._current_vllm_config"
+    monkeypatch.setattr(current, config)
+    layer = new_layer()
+    load(method(), layer, 0.0005, -0.0007)
+    assert layer._k_scale_float == pytest.approx(0.0005)
+
+
+def test_a_class_that_comes_later_is_checked_once() -> None:
+    calls = []
+
+    class Late(Fp8KVCacheMethod):
+        def process_weights_after_loading(self, layer: Any) -> None:
+            calls.append(layer.k_scale.item())
+            super().process_weights_after_loading(layer)
+
+    layer = new_layer()
+    load(Late(SimpleNamespace()), layer, None, 0.05)
+    assert calls == pytest.approx([0.05])
+    assert_scales(layer, 0.05, 0.05)
+    with pytest.raises(KVScaleError):
+        load(Late(SimpleNamespace()), new_layer(), 0.05, float("nan"))
+
+
+def test_a_failure_of_ours_does_not_stop_the_engine(
+    monkeypatch: pytest.MonkeyPatch, records: list[logging.LogRecord]
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a fault of the plugin")
+
+    monkeypatch.setattr("kvcache_plugin.hosts.gate.validate_kv_scales", fail)
+    layer = new_layer()
+    load(base_method(), layer, 0.05, 0.06)
+    assert_scales(layer, 0.05, 0.06)
+    (record,) = [r for r in records if r.levelno >= logging.ERROR]
+    assert NAME in record.getMessage()
+    assert record.exc_info is not None
+
+
+def test_a_seam_with_another_signature_is_left_out(records: list[logging.LogRecord]) -> None:
+    module = ModuleType(seams.VLLM_MODEL.module)
+    module.process_weights_after_loading = lambda model, target: None  # type: ignore[attr-defined]
+    fitted: list[ModuleType] = []
+    vllm._fit_if_it_fits(seams.VLLM_MODEL, fitted.append, module)
+    assert fitted == []
+    (record,) = records
+    assert seams.VLLM_MODEL.path in record.getMessage()
+    assert "(model, target)" in record.getMessage()
+
+
+def test_registering_again_changes_nothing() -> None:
+    before = vars(BaseKVCacheMethod)["process_weights_after_loading"]
+    vllm.register()
+    assert vars(BaseKVCacheMethod)["process_weights_after_loading"] is before
+
+
+def test_the_whole_model_seam_is_what_the_loader_calls() -> None:
+    utils = importlib.import_module(seams.VLLM_MODEL.module)
+    loader = sys.modules["vllm.model_executor.model_loader.base_loader"]
+    ours = utils.process_weights_after_loading
+    assert ours.__wrapped__ is not ours
+    assert loader.process_weights_after_loading is ours  # type: ignore[attr-defined]
+
+
+def test_every_seam_fits_in_the_source_and_in_the_module() -> None:
+    for seam in seams.SEAMS:
+        if seam.engine == "vllm":
+            assert seams.check_source(seam) == ""
+            assert seams.check_module(seam, importlib.import_module(seam.module)) == ""
+
+
+@pytest.fixture
+def records() -> Iterator[list[logging.LogRecord]]:
+    """What our loggers say; pytest's own fixture listens on the root logger, which is not ours."""
+    found: list[logging.LogRecord] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record)
+
+    handler = Handler(logging.WARNING)
+    logger = logging.getLogger("kvcache_plugin")
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)

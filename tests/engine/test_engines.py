@@ -1,0 +1,201 @@
+"""Real vLLM and SGLang, on a CPU, with the plugin and without it.
+
+What an engine does by itself is always asked of the engine, in a run without the plugin, and
+never assumed: a release that changes it must not make these tests lie.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.engine.checkpoints import Checkpoint
+from tests.engine.serving import Run, Runner, install, serve
+
+pytestmark = pytest.mark.engine
+
+INF = math.inf
+THIRD_PARTY = Path(__file__).resolve().parents[1] / "third_party"
+
+SOUND = Checkpoint("sound", {0: (0.05, 0.06), 1: (0.04, 0.07)})
+K_INF = Checkpoint("k-inf", {0: (0.05, 0.06), 1: (INF, 1.0)})
+K_NAN = Checkpoint("k-nan", {0: (0.05, 0.06), 1: (math.nan, 1.0)})
+V_MINUS_INF = Checkpoint("v-minus-inf", {0: (0.05, 0.06), 1: (0.05, -INF)})
+V_NOT_POSITIVE = Checkpoint("v-not-positive", {0: (0.05, -0.3), 1: (0.05, 0.0)})
+K_TINY = Checkpoint("k-tiny", {0: (0.05, 0.06), 1: (1e-42, 0.05)})
+ZEROS = Checkpoint("zeros", {0: (0.0, 0.0), 1: (0.0, 0.0)})
+UNSET = Checkpoint("unset")
+# So small that V is cut off at the largest FP8 value: V with the scale 1.0 gives other tokens.
+SINGLE = Checkpoint("single", {0: (0.002, None), 1: (0.003, None)})
+DOUBLE = Checkpoint("double", {0: (0.002, 0.002), 1: (0.003, 0.003)})
+UNQUANTIZED = Checkpoint("unquantized", quantized=False)
+
+
+def deep(name: str, *corrupt: int) -> Checkpoint:
+    """Twenty-four small layers, of which ``corrupt`` have an infinite k scale."""
+    scales = {layer: (INF if layer in corrupt else 0.05, 0.06) for layer in range(24)}
+    return Checkpoint(name, scales, num_hidden_layers=24, hidden_size=64)
+
+
+ONE_OF_24 = deep("one-of-24", 17)
+ALL_BUT_ONE_OF_24 = deep("all-but-one-of-24", *range(1, 24))
+
+
+def assert_served(run: Run) -> None:
+    assert run.served, run.log
+
+
+def assert_refused(run: Run, *parts: str, layers: set[int]) -> None:
+    """Asserts that nothing was served and that the log names ``layers``, no other, and why."""
+    assert run.returncode != 0, run.log
+    assert run.tokens is None, run.log
+    for part in parts:
+        assert part in run.log, f"{part!r} is not in:\n{run.log}"
+    assert run.named_layers == layers, run.log
+
+
+def test_sound_scales_change_nothing(run: Runner) -> None:
+    with_plugin, alone = run(SOUND), run(SOUND, plugin=False)
+    assert_served(alone)
+    assert_served(with_plugin)
+    assert with_plugin.tokens == alone.tokens
+    assert len(with_plugin.active) == 1, with_plugin.log
+    assert re.search(r"is active.*\b2\b", with_plugin.active[0])
+    assert with_plugin.complaints == []
+
+
+def test_the_active_line_is_in_the_log_as_the_engine_makes_it(run: Runner) -> None:
+    """The other runs use a format that names level and logger, which SGLang's own does not."""
+    own_logging = {"VLLM_LOGGING_CONFIG_PATH": "", "SGLANG_LOGGING_CONFIG_PATH": ""}
+    served = serve(run.engine, SOUND.write(run.folder), site=[run.plugin_site], env=own_logging)
+    assert_served(served)
+    assert len(served.active) == 1, served.log
+
+
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="session")
+def test_the_scales_reach_the_cache(run: Runner) -> None:
+    """Else equal tokens would say nothing in the other tests.
+
+    SGLang's torch_native attention, the only one that runs on any CPU, casts K and V to FP8 and
+    back without their scales, so there the tokens cannot tell.
+    """
+    assert run(SOUND).tokens != run(UNSET).tokens
+    assert run(DOUBLE).tokens != run(UNSET).tokens
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "value"),
+    [(K_INF, "k_scale=inf"), (K_NAN, "k_scale=nan"), (V_MINUS_INF, "v_scale=-inf")],
+    ids=["k-inf", "k-nan", "v-minus-inf"],
+)
+def test_non_finite_scales_are_refused(run: Runner, checkpoint: Checkpoint, value: str) -> None:
+    assert_refused(run(checkpoint), "KV cache scales must be finite", value, layers={1})
+
+
+def test_one_side_that_is_not_positive_is_refused(run: Runner) -> None:
+    """Whether it is zero or negative; both layers are in the one error."""
+    assert_refused(run(V_NOT_POSITIVE), "v_scale=-0.3", "v_scale=0.0", layers={0, 1})
+
+
+def test_a_scale_without_a_float32_reciprocal_is_refused(run: Runner) -> None:
+    assert_refused(run(K_TINY), "fit in torch.float32", "k_scale=", layers={1})
+
+
+def test_one_bad_layer_of_many_is_the_one_that_is_named(run: Runner) -> None:
+    assert_refused(run(ONE_OF_24), "k_scale=inf", layers={17})
+
+
+def test_many_bad_layers_are_listed_up_to_twenty(run: Runner) -> None:
+    assert_refused(run(ALL_BUT_ONE_OF_24), "3 more", layers=set(range(1, 21)))
+
+
+def test_a_single_k_scale_serves_both_sides(run: Runner) -> None:
+    single, double = run(SINGLE), run(DOUBLE)
+    assert_served(double)
+    assert_served(single)
+    assert single.tokens == double.tokens
+
+
+def test_two_zeros_are_no_scales_and_warned_about(run: Runner) -> None:
+    zeros, unset = run(ZEROS), run(UNSET)
+    assert_served(unset)
+    assert_served(zeros)
+    assert zeros.tokens == unset.tokens
+    for layer in (0, 1):
+        name = f"model.layers.{layer}.self_attn.attn"
+        assert any(
+            name in line and "k_scale=0.0" in line and "v_scale=0.0" in line
+            for line in zeros.complaints
+        ), zeros.log
+
+
+def test_off_leaves_the_engine_as_it_is(run: Runner) -> None:
+    off = run(K_INF, mode="off")
+    assert off.outcome == run(K_INF, plugin=False).outcome
+    assert off.active == []
+
+
+def test_warn_says_it_and_leaves_the_engine_as_it_is(run: Runner) -> None:
+    warned = run(K_INF, mode="warn")
+    assert warned.outcome == run(K_INF, plugin=False).outcome
+    assert warned.complaints, warned.log
+    assert "KV cache scales must be finite" in warned.log
+    assert "k_scale=inf" in warned.log
+    assert warned.named_layers == {1}
+
+
+def test_scales_of_a_cache_that_is_not_quantized_are_left_alone(run: Runner) -> None:
+    # vLLM's "auto" follows the checkpoint and would be FP8; SGLang's is the model's own dtype.
+    own_dtype = {"vllm": "bfloat16", "sglang": "auto"}[run.engine]
+    corrupt = run(K_INF, kv_cache_dtype=own_dtype)
+    # By itself each engine serves this exactly as if the scales were not there.
+    assert_served(corrupt)
+    assert corrupt.tokens == run(UNQUANTIZED, plugin=False, kv_cache_dtype="bfloat16").tokens
+
+
+@pytest.mark.parametrize("kv_cache_dtype", [None, "bfloat16"], ids=["fp8", "bfloat16"])
+def test_a_checkpoint_that_is_not_quantized_is_served_as_before(
+    run: Runner, kv_cache_dtype: str | None
+) -> None:
+    alone = run(UNQUANTIZED, plugin=False, kv_cache_dtype=kv_cache_dtype)
+    with_plugin = run(UNQUANTIZED, kv_cache_dtype=kv_cache_dtype)
+    assert_served(alone)
+    assert_served(with_plugin)
+    assert with_plugin.tokens == alone.tokens
+
+
+@pytest.fixture(scope="session")
+def broken_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every broken third-party package installed."""
+    packages = sorted(THIRD_PARTY.glob("broken_*"))
+    assert packages, f"no broken_* packages in {THIRD_PARTY}"
+    # From copies, so that the builds leave nothing behind in the checkout.
+    source = tmp_path_factory.mktemp("broken_source")
+    copies = [shutil.copytree(package, source / package.name) for package in packages]
+    return install(tmp_path_factory.mktemp("broken_site"), *copies)
+
+
+def test_broken_third_party_packages_are_left_out(run: Runner, broken_site: Path) -> None:
+    with_broken = run(SOUND, site=[broken_site])
+    assert_served(with_broken)
+    assert with_broken.tokens == run(SOUND, plugin=False).tokens
+    names = {found.name for found in importlib.metadata.distributions(path=[str(broken_site)])}
+    for name in names:
+        assert_warned_once(with_broken, name)
+
+
+def assert_warned_once(run: Run, distribution: str) -> None:
+    """Asserts one warning that names ``distribution``, from each process that gave it at all.
+
+    Every process of an engine loads the plugins, so each may say it.
+    """
+    naming = re.compile(rf"(?<![\w-]){re.escape(distribution)}(?![\w-])")
+    lines = [line for line in run.alarms if naming.search(line)]
+    assert lines, f"no warning names {distribution}:\n{run.log}"
+    processes = [found[0] for line in lines if (found := re.search(r"pid=\d+", line))]
+    assert len(processes) == len(set(processes)), lines

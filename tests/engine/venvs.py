@@ -1,0 +1,146 @@
+"""The environments that the engines run in: made once, kept outside the checkout.
+
+``python tests/engine/venvs.py vllm`` makes vLLM's environment if it is missing and prints the
+path of its interpreter; ``sglang`` does the same for SGLang. Only the standard library is used,
+so any Python can run this. The folder's name holds a hash of the pins and of the Python version,
+so a changed pin makes a new environment and leaves the old one alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["ENGINES", "VenvError", "ensure", "location"]
+
+ENGINES = ("vllm", "sglang")
+_HERE = Path(__file__).resolve().parent
+_MARKER = "complete"
+"""Written last: a folder without it is the rest of an interrupted build."""
+
+
+class VenvError(RuntimeError):
+    """An environment could not be built."""
+
+
+def ensure(engine: str) -> Path:
+    """Returns the interpreter of ``engine``'s environment, built first if it is missing.
+
+    Two processes may ask at once: the second waits for the first. A build takes minutes and says
+    on stderr what it does.
+
+    :param engine: one of :data:`ENGINES`.
+    :raises VenvError: a step of the build failed; the output of that step is on stderr.
+    """
+    folder = location(engine)
+    interpreter = folder / "bin" / "python"
+    if _is_complete(folder):
+        return interpreter
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(folder.with_name(folder.name + ".lock")):
+        if not _is_complete(folder):
+            _build(engine, folder)
+    return interpreter
+
+
+def location(engine: str) -> Path:
+    """Returns the folder of ``engine``'s environment, whether it exists or not."""
+    lines = _requirements(engine).read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    key = hashlib.sha256("\n".join([python, *pins]).encode()).hexdigest()
+    return _cache_home() / "kvcache-plugin-tests" / f"{engine}-{key[:16]}"
+
+
+def _requirements(engine: str) -> Path:
+    if engine not in ENGINES:
+        raise ValueError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}")
+    return _HERE / f"requirements-{engine}.txt"
+
+
+def _cache_home() -> Path:
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a relative path there is invalid and is to be ignored.
+    return Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+
+
+def _is_complete(folder: Path) -> bool:
+    # The interpreter is a link to the Python that built it, which may be gone by now.
+    return (folder / _MARKER).is_file() and (folder / "bin" / "python").exists()
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on ``path``; the system drops it when the process dies."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(engine: str, folder: Path) -> None:
+    if folder.exists():
+        _say(f"{engine}: {folder} is half-built: removing it")
+        shutil.rmtree(folder)
+    started = time.monotonic()
+    _say(f"{engine}: building {folder}; this takes minutes")
+    python = str(folder / "bin" / "python")
+    _step(engine, [sys.executable, "-m", "venv", str(folder)])
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--progress-bar=off"]
+    _step(engine, [*pip, "--no-deps", "--requirement", str(_requirements(engine))])
+    (folder / _MARKER).touch()
+    _say(f"{engine}: built in {time.monotonic() - started:.0f} s")
+
+
+def _step(engine: str, command: list[str]) -> None:
+    """Runs one command; its output is only shown when it fails."""
+    _say(f"{engine}: {' '.join(command)}")
+    # An interpreter started by pytest or an engine may have been given paths of its own.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        _say(done.stdout)
+        raise VenvError(
+            f"the {engine} environment could not be built: `{' '.join(command)}` exited with "
+            f"{done.returncode}; its output is above. Repair the cause and run it again: the "
+            f"half-built folder is replaced."
+        )
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.__stderr__, flush=True)
+
+
+def main() -> int:
+    """Prints the path of one engine's interpreter."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("engine", choices=ENGINES)
+    try:
+        print(ensure(parser.parse_args().engine))
+    except VenvError as error:
+        _say(f"error: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

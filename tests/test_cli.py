@@ -1,0 +1,374 @@
+"""``kvcache-plugin`` as a person and as a program use it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import kvcache_plugin
+from kvcache_plugin import cli, doctor, formats, manager
+from kvcache_plugin.hosts import engines, seams
+
+
+@pytest.fixture(autouse=True)
+def fresh_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process's manager, made anew in each test; no switch of the caller reaches it."""
+    for name in [name for name in os.environ if name.startswith("KVCACHE_PLUGIN_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(manager, "_manager", None)
+    monkeypatch.setattr(manager, "_begun", None)
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    status = cli.main([*arguments, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def in_a_process(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **variables},
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["explain"],
+        ["explain", "--device", "cpu"],
+        ["doctor", "--hook"],
+    ],
+)
+def test_wrong_use_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == cli.MISUSED
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "kv_cache_dtype", "said"),
+    [
+        ("toaster", "fp8", "unknown device 'toaster'"),
+        ("cpu", "fp9", "unknown kv_cache_dtype 'fp9'; known names are fp8, fp8_e4m3"),
+    ],
+)
+def test_explain_of_what_is_unknown_is_2(
+    device: str, kv_cache_dtype: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = cli.main(["explain", "--device", device, "--kv-cache-dtype", kv_cache_dtype])
+    assert status == cli.MISUSED
+    assert said in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out.strip() == kvcache_plugin.__version__
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"]])
+def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys; from kvcache_plugin.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: assert not {'torch', 'pluggy', 'safetensors'} & set(sys.modules)"
+    )
+    done = in_a_process("-c", code, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "usage: kvcache-plugin" in done.stdout
+
+
+def test_import_brings_neither_torch_nor_an_engine() -> None:
+    code = (
+        "import sys, kvcache_plugin\n"
+        "assert not {'torch', 'triton', 'flashinfer', 'vllm', 'sglang'} & set(sys.modules)\n"
+        "assert set(kvcache_plugin.__all__) <= set(dir(kvcache_plugin))\n"
+        "for name in kvcache_plugin.__all__: getattr(kvcache_plugin, name)\n"
+        "assert not {'triton', 'flashinfer', 'vllm', 'sglang'} & set(sys.modules)\n"
+    )
+    done = in_a_process("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'quantise_kv'"):
+        kvcache_plugin.quantise_kv  # noqa: B018
+
+
+def test_plugins(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = run_json(capsys, "plugins")
+    assert status == cli.FINE
+    by_name = {implementation["name"]: implementation for implementation in found}
+    assert {"cpu_reference", "rocm_fnuz"} <= set(by_name)
+    assert by_name["cpu_reference"]["distribution"].startswith("kvcache-plugin ")
+    assert "quantize_kv" in by_name["cpu_reference"]["hooks"]
+    assert by_name["rocm_fnuz"]["hooks"] == ["supports_kv", "validate_kv_scales"]
+
+
+def test_plugins_shows_a_blocked_one_and_is_fine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCACHE_PLUGIN_BLOCK", "rocm_fnuz")
+    assert cli.main(["plugins"]) == cli.FINE
+    assert "left out: blocked by KVCACHE_PLUGIN_BLOCK" in capsys.readouterr().out
+
+
+def test_plugins_with_a_broken_one_is_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "BUILT_IN", ("cpu_reference", "no_such_module"))
+    status, found = run_json(capsys, "plugins")
+    assert status == cli.WRONG
+    (broken,) = [f for f in found if f["name"] == "no_such_module"]
+    assert "ModuleNotFoundError" in broken["left_out"]
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    status, rows = run_json(capsys, "explain", "--device", "gfx942", "--kv-cache-dtype", "fp8")
+    assert status == cli.FINE
+    chosen = {hook: row["name"] for row in rows for hook in row["chosen_for"]}
+    assert chosen == {
+        "quantize_kv": "cpu_reference",
+        "dequantize_kv": "cpu_reference",
+        "validate_kv_scales": "rocm_fnuz",
+    }
+    assert all(row["reason"] for row in rows)
+
+
+def test_explain_with_nothing_left_is_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCACHE_PLUGIN_BLOCK", "cpu_reference")
+    status, rows = run_json(capsys, "explain", "--device", "cpu", "--kv-cache-dtype", "nvfp4")
+    assert status == cli.WRONG
+    assert {row["name"]: row["reason"] for row in rows}["cpu_reference"].startswith("blocked by")
+
+
+def test_demo_refuses_the_corrupt_layer_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = run_json(capsys, "demo")
+    assert status == cli.FINE
+    refused = [layer for layer in found["layers"] if layer["refusal"]]
+    (layer,) = refused
+    assert layer["layer"] in layer["refusal"]
+    assert "must be finite, got k_scale=nan" in layer["refusal"]
+    trips = {trip["kv_cache_dtype"]: trip for trip in found["round_trips"]}
+    assert list(trips) == [kv_format.name for kv_format in formats.BUILT_IN]
+    # Half a unit in the last place: 1/16 of a value with 3 bits of fraction, 1/8 with 2, and for
+    # e2m1, whose widest step is from 4 to 6, a sixth of the block's largest.
+    assert trips["fp8_e4m3"]["largest_error"] <= 1 / 16
+    assert trips["fp8_e5m2"]["largest_error"] <= 1 / 8
+    assert 1 / 100 < trips["nvfp4"]["largest_error"] <= 1 / 6 * (1 + 1 / 16)
+    assert trips["nvfp4"]["bits_per_value"] == 4.5
+
+
+def test_demo_says_it_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo"]) == cli.FINE
+    printed = capsys.readouterr().out
+    assert "KVScaleError: model.layers.2.self_attn: fp8 KV cache scales must be finite" in printed
+    assert "nvfp4         cpu_reference" in printed
+
+
+def test_a_terminal_gets_a_table_too() -> None:
+    """Through a pseudo-terminal, where rich draws it."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvcache_plugin", "plugins"],
+        stdout=follower,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "COLUMNS": "60", "TERM": "xterm"},
+    )
+    os.close(follower)
+    printed = b""
+    try:
+        while chunk := os.read(leader, 4096):
+            printed += chunk
+    except OSError:  # the terminal's other end is closed
+        pass
+    os.close(leader)
+    assert process.wait() == 0
+    lines = printed.decode().splitlines()
+    assert any("cpu_reference" in line for line in lines)
+    assert (
+        max(map(len, (line.replace("\x1b[1m", "").replace("\x1b[0m", "") for line in lines))) <= 60
+    )
+
+
+def test_tables_need_no_rich(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert cli.main(["plugins"]) == cli.FINE
+    assert "cpu_reference" in capsys.readouterr().out
+
+
+class TestDoctor:
+    """Engines are small packages on the path: doctor reads them and imports nothing."""
+
+    @pytest.fixture
+    def vllm(self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """A package ``vllm`` with every seam, which must not be imported."""
+        write_engine(tmp_path, "vllm")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "vllm", raising=False)
+        return tmp_path
+
+    def problems(self, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+        status, found = run_json(capsys, "doctor")
+        assert "vllm" not in sys.modules
+        return status, found["problems"]
+
+    @pytest.mark.usefixtures("vllm")
+    def test_all_fits(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.problems(capsys) == (cli.FINE, [])
+
+    def test_a_seam_is_missing(self, vllm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        seam_file(vllm, seams.VLLM_MODEL).write_text("", encoding="utf-8")
+        status, problems = self.problems(capsys)
+        assert status == cli.WRONG
+        assert problems == [f"vLLM: {seams.VLLM_MODEL.path} is missing"]
+
+    def test_a_module_is_missing(self, vllm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        seam_file(vllm, seams.VLLM_MARKER).unlink()
+        status, (problem,) = self.problems(capsys)
+        assert status == cli.WRONG
+        assert f"there is no module {seams.VLLM_MARKER.module}" in problem
+
+    @pytest.mark.parametrize(
+        "signature", ["model, target_device", "model, config, target_device", "model, *args"]
+    )
+    def test_a_seam_has_another_signature(
+        self, vllm: Any, capsys: pytest.CaptureFixture[str], signature: str
+    ) -> None:
+        seam_file(vllm, seams.VLLM_MODEL).write_text(
+            f"def process_weights_after_loading({signature}): ...\n", encoding="utf-8"
+        )
+        status, (problem,) = self.problems(capsys)
+        assert status == cli.WRONG
+        assert "has another signature" in problem
+        assert "(model, model_config, target_device)" in problem
+
+    @pytest.mark.parametrize(
+        ("signature", "fits"),
+        [
+            ("model, model_config, target_device, draft=False", True),
+            ("model, model_config, target_device, *, draft=False, **more", True),
+            ("model, model_config, target_device, draft", False),
+            ("model, model_config, target_device, *, draft", False),
+        ],
+    )
+    def test_further_parameters_need_defaults(
+        self, vllm: Any, capsys: pytest.CaptureFixture[str], signature: str, fits: bool
+    ) -> None:
+        seam_file(vllm, seams.VLLM_MODEL).write_text(
+            f"def process_weights_after_loading({signature}): ...\n", encoding="utf-8"
+        )
+        status, _ = self.problems(capsys)
+        assert status == (cli.FINE if fits else cli.WRONG)
+
+    @pytest.mark.usefixtures("vllm")
+    @pytest.mark.parametrize(
+        ("value", "loads"),
+        [
+            ("kvcache_plugin", True),
+            ("a,kvcache_plugin", True),
+            ("", False),
+            ("a", False),
+            ("a, kvcache_plugin", False),
+        ],
+    )
+    def test_vllm_plugins_may_leave_us_out(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        value: str,
+        loads: bool,
+    ) -> None:
+        monkeypatch.setenv("VLLM_PLUGINS", value)
+        status, problems = self.problems(capsys)
+        assert status == (cli.FINE if loads else cli.WRONG)
+        assert len(problems) == (0 if loads else 1)
+        assert all("VLLM_PLUGINS" in problem for problem in problems)
+
+    def test_unknown_switches_are_problems(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("KVCACHE_PLUGIN_MOD", "warn")
+        monkeypatch.setenv("KVCACHE_PLUGIN_MODE", "lenient")
+        status, problems = self.problems(capsys)
+        assert status == cli.WRONG
+        assert any(
+            "KVCACHE_PLUGIN_MOD " in p and "is KVCACHE_PLUGIN_MODE meant" in p for p in problems
+        )
+        assert any("'lenient'" in p and "strict, warn, off" in p for p in problems)
+
+    def test_without_torch_it_says_so(self) -> None:
+        code = (
+            "import sys; sys.modules['torch'] = None\n"
+            "from kvcache_plugin.cli import main; sys.exit(main(['doctor']))"
+        )
+        done = in_a_process("-c", code)
+        assert done.returncode == cli.WRONG
+        assert "torch" in done.stdout
+        assert "Traceback" not in done.stderr
+
+    def test_in_words(self, vllm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        seam_file(vllm, seams.VLLM_MODEL).write_text("", encoding="utf-8")
+        assert cli.main(["doctor"]) == cli.WRONG
+        printed = capsys.readouterr().out
+        assert "vLLM of unknown version loads us" in printed
+        assert "SGLang is not installed here" in printed
+        assert f"problem: vLLM: {seams.VLLM_MODEL.path} is missing" in printed
+
+
+def test_sglang_plugins_is_read_as_sglang_reads_it() -> None:
+    (sglang,) = [engine for engine in engines.ENGINES if engine.package == "sglang"]
+    assert sglang.why_not_loaded({}) == ""
+    assert sglang.why_not_loaded({"SGLANG_PLUGINS": ""}) == ""
+    assert sglang.why_not_loaded({"SGLANG_PLUGINS": "a, kvcache_plugin "}) == ""
+    assert "SGLANG_PLUGINS='a'" in sglang.why_not_loaded({"SGLANG_PLUGINS": "a"})
+
+
+def test_an_engine_without_our_entry_point_does_not_load_us() -> None:
+    engine = engines.Engine("vLLM", "vllm", ("vllm",), "no.such.group", "VLLM_PLUGINS", False)
+    assert "kvcache-plugin is not installed where the engine is" in engine.why_not_loaded({})
+
+
+def test_every_implementation_is_examined() -> None:
+    examined = [found.name for found in doctor.examine().implementations]
+    assert set(examined) >= set(manager.BUILT_IN)
+    assert len(examined) == len(set(examined))
+
+
+def seam_file(folder: Any, seam: seams.Seam) -> Any:
+    return folder.joinpath(*seam.module.split(".")).with_suffix(".py")
+
+
+def write_engine(folder: Any, package: str) -> None:
+    """A package whose modules define the seams, and raise when they are imported."""
+    for seam in seams.SEAMS:
+        if seam.engine != package:
+            continue
+        path = seam_file(folder, seam)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        *classes, function = seam.qualname.split(".")
+        lines = [f"class {name}:" for name in classes]
+        indent = "    " * len(classes)
+        lines.append(f"{indent}def {function}({', '.join(seam.parameters)}): ...")
+        lines.append("raise ImportError('doctor imports no engine')")
+        path.write_text("\n".join(lines), encoding="utf-8")
+    (folder / package / "__init__.py").write_text(
+        "raise ImportError('doctor imports no engine')", encoding="utf-8"
+    )
