@@ -28,7 +28,7 @@ from kvcache_plugin.scales import (
 )
 
 if TYPE_CHECKING:
-    from kvcache_plugin.formats import KVFormat
+    from kvcache_plugin.plugins import HookName
 
 Scale: TypeAlias = float | torch.Tensor
 DeviceLike: TypeAlias = Device | torch.device | torch.Tensor | str
@@ -78,11 +78,8 @@ def validate_kv_scales(
         layer=layer,
     )
     if not isinstance(converted, KVScales) or _head_shape(converted) != _head_shape(scales):
-        raise KVCacheError(
-            f"validate_kv_scales of {kv_format.name} on {hardware} must answer with KVScales of "
-            f"the granularity that it was given, got {converted!r}; "
-            f"mend implementation {_chosen('validate_kv_scales', hardware, kv_format)}"
-        )
+        expected = "KVScales of the granularity that it was given"
+        raise _wrong_answer("validate_kv_scales", hardware, kv_format.name, expected, converted)
     return serve_scales(converted, site)
 
 
@@ -128,11 +125,7 @@ def quantize_kv(
         out=None if out is None else out_buffers(out, tensor, kv_format),
     )
     if not isinstance(result, QuantizedKV):
-        raise KVCacheError(
-            f"quantize_kv of {kv_format.name} on {device} must answer with QuantizedKV, got "
-            f"{type(result).__name__}; mend implementation "
-            f"{_chosen('quantize_kv', device, kv_format)}"
-        )
+        raise _wrong_answer("quantize_kv", device, kv_format.name, "QuantizedKV", result)
     return result
 
 
@@ -160,11 +153,7 @@ def dequantize_kv(quantized: QuantizedKV, *, dtype: torch.dtype = torch.bfloat16
         "dequantize_kv", device, kv_format.name, quantized=quantized, dtype=dtype, device=device
     )
     if not isinstance(result, torch.Tensor):
-        raise KVCacheError(
-            f"dequantize_kv of {kv_format.name} on {device} must answer with a tensor, got "
-            f"{type(result).__name__}; mend implementation "
-            f"{_chosen('dequantize_kv', device, kv_format)}"
-        )
+        raise _wrong_answer("dequantize_kv", device, kv_format.name, "a tensor", result)
     return result
 
 
@@ -216,10 +205,14 @@ def _unknown_format(kv_cache_dtype: str) -> str:
     )
 
 
-def _chosen(hook: str, device: Device, kv_format: KVFormat) -> str:
-    rows = get_manager().explain(device, kv_format.name)
-    chosen = (f"{row.name!r} of {row.distribution}" for row in rows if hook in row.chosen_for)
-    return next(chosen, "")
+def _wrong_answer(
+    hook: HookName, device: Device, kv_cache_dtype: str, expected: str, answer: object
+) -> KVCacheError:
+    return KVCacheError(
+        f"{hook} of {kv_cache_dtype} on {device} must answer with {expected}, got "
+        f"{type(answer).__name__}; mend implementation "
+        f"{get_manager().answering(hook, device, kv_cache_dtype)}"
+    )
 
 
 def _head_shape(scales: KVScales) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
 
 PREFIX: Final = "KVCACHE_PLUGIN_"
 
@@ -71,6 +75,17 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         mode = MODE.default
     names = (name.strip() for name in environ.get(BLOCK.name, "").split(","))
     return Settings(mode, frozenset(filter(None, names)), tuple(problems))
+
+
+def report_problems(settings: Settings) -> None:
+    """Log each problem, once in a process."""
+    for problem in settings.problems:
+        _report(problem)
+
+
+@cache
+def _report(problem: str) -> None:
+    logger.warning("%s", problem)
 
 
 def _meant(name: str) -> str:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from kvcache_plugin.device import Device
 from kvcache_plugin.hosts import seams
 from kvcache_plugin.hosts.gate import LoadedScales, LoadGate, unless_marked
-from kvcache_plugin.settings import read_settings
+from kvcache_plugin.settings import read_settings, report_problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +44,7 @@ def register() -> None:
 
 def _register() -> None:
     settings = read_settings()
-    for problem in settings.problems:
-        logger.warning("%s", problem)
+    report_problems(settings)
     if settings.mode == "off":
         return
     adapter = _Adapter(LoadGate("SGLang", settings.mode))

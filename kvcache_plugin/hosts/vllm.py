@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvcache_plugin.hosts import seams
 from kvcache_plugin.hosts.gate import LoadedScales, LoadGate, unless_marked
 from kvcache_plugin.hosts.late import when_imported
-from kvcache_plugin.settings import read_settings
+from kvcache_plugin.settings import read_settings, report_problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,8 +57,7 @@ def _register() -> None:
     settings = read_settings()
     # vLLM shows the records of its own loggers alone: ours take its handlers and its level.
     logging.getLogger("kvcache_plugin").parent = logging.getLogger("vllm")
-    for problem in settings.problems:
-        logger.warning("%s", problem)
+    report_problems(settings)
     if settings.mode == "off":
         return
     adapter = _Adapter(LoadGate("vLLM", settings.mode))

@@ -1,0 +1,114 @@
+"""One plugin at a time: where it comes from, whether it is sound, which hooks it implements."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final, Literal, TypeAlias
+
+import pluggy
+
+from kvcache_plugin import hookspecs
+from kvcache_plugin.formats import KVFormat
+
+ENTRY_POINT_GROUP: Final = hookspecs.PROJECT_NAME
+
+HookName: TypeAlias = Literal["validate_kv_scales", "quantize_kv", "dequantize_kv"]
+SELECTED_HOOKS: Final[tuple[HookName, ...]] = (
+    "quantize_kv",
+    "dequantize_kv",
+    "validate_kv_scales",
+)
+SUPPORTS: Final = "supports_kv"
+FORMATS: Final = "kv_formats"
+KNOWN_HOOKS: Final = (SUPPORTS, *SELECTED_HOOKS, FORMATS)
+
+
+class BrokenPluginError(Exception):
+    """Why a plugin cannot take part."""
+
+
+def new_plugin_manager() -> pluggy.PluginManager:
+    plugins = pluggy.PluginManager(hookspecs.PROJECT_NAME)
+    plugins.add_hookspecs(hookspecs)
+    return plugins
+
+
+def check_plugin(plugin: object, name: str) -> tuple[KVFormat, ...]:
+    """Try a plugin on a manager of its own, where a broken one can do no harm.
+
+    :returns: the formats that it adds.
+    :raises BrokenPluginError: with the reason why it cannot take part.
+    """
+    if isinstance(plugin, type):
+        raise BrokenPluginError(f"{plugin.__name__} is a class; give a module or an instance")
+    trial = new_plugin_manager()
+    try:
+        hash(plugin)
+        trial.register(plugin, name)
+        trial.check_pending()
+        new_formats = _formats_of(trial)
+    except Exception as error:
+        raise BrokenPluginError(one_line(error)) from error
+    if not any(implementers(trial, hook) for hook in KNOWN_HOOKS):
+        raise BrokenPluginError(
+            "it implements no hook; mark its functions with kvcache_plugin.hookimpl"
+        )
+    return new_formats
+
+
+def sorted_entry_points() -> list[EntryPoint]:
+    """The group's entry points in an order that does not depend on ``sys.path``."""
+    found = entry_points(group=ENTRY_POINT_GROUP)
+    return sorted(found, key=lambda entry_point: (distribution_of(entry_point), entry_point.name))
+
+
+def distribution_of(entry_point: EntryPoint) -> str:
+    dist = entry_point.dist
+    return f"{dist.name} {dist.version}" if dist else f"the module {entry_point.value}"
+
+
+def implementers(plugins: pluggy.PluginManager, hook: str) -> list[str]:
+    return [impl.plugin_name for impl in getattr(plugins.hook, hook).get_hookimpls()]
+
+
+def call_order(plugins: pluggy.PluginManager, hook: str) -> list[pluggy.HookImpl]:
+    """The hook's functions, the first that is called first."""
+    caller: pluggy.HookCaller = getattr(plugins.hook, hook)
+    return caller.get_hookimpls()[::-1]
+
+
+def wraps(impl: pluggy.HookImpl) -> bool:
+    return impl.wrapper or impl.hookwrapper
+
+
+def _formats_of(plugins: pluggy.PluginManager) -> tuple[KVFormat, ...]:
+    found = tuple(kv_format for answer in plugins.hook.kv_formats() for kv_format in answer)
+    for kv_format in found:
+        if not isinstance(kv_format, KVFormat):
+            raise TypeError(f"kv_formats gives KVFormat objects, got {kv_format!r}")
+    return found
+
+
+def raised_by(error: BaseException, caller: pluggy.HookCaller) -> str:
+    """The plugin whose function the exception came out of, empty when it was none."""
+    name = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for impl in caller.get_hookimpls():
+            code = getattr(inspect.unwrap(impl.function), "__code__", None)
+            # Two objects of one class share the code of their methods, and differ in their self.
+            owner = getattr(impl.function, "__self__", None)
+            if frame.f_code is code and (owner is None or frame.f_locals.get("self") is owner):
+                name = impl.plugin_name
+    return name
+
+
+def summary_of(plugin: object) -> str:
+    doc = inspect.getdoc(plugin) or ""
+    return doc.splitlines()[0].rstrip(".") if doc else ""
+
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

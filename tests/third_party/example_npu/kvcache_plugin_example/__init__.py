@@ -1,0 +1,1 @@
+"""Example implementations for kvcache-plugin: a template for those of real hardware."""
