@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -28,6 +29,9 @@ from kvcache_plugin.scales import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvcache_plugin.formats import KVFormat
     from kvcache_plugin.plugins import HookName
 
 Scale: TypeAlias = float | torch.Tensor
@@ -62,13 +66,10 @@ def validate_kv_scales(
     :raises NoImplementationError: when no implementation serves the device and format.
     """
     hardware = Device.of(device)
-    manager = get_manager()
-    kv_format = manager.kv_format(_stored_name(kv_cache_dtype, hardware, KVScaleError))
-    if kv_format is None:
-        raise KVScaleError(_unknown_format(kv_cache_dtype), layer=layer)
+    kv_format = _format_of(kv_cache_dtype, hardware, partial(KVScaleError, layer=layer))
     site = ScaleSite(kv_format, layer, granularity, num_kv_heads)
     scales = resolve_scales(k_scale, v_scale, site)
-    converted = manager.call(
+    converted = get_manager().call(
         "validate_kv_scales",
         hardware,
         kv_format.name,
@@ -108,13 +109,10 @@ def quantize_kv(
     if not isinstance(tensor, torch.Tensor):
         raise KVQuantizeError(f"K or V must be a tensor, got {type(tensor).__name__}")
     device = Device.of(tensor.device)
-    manager = get_manager()
-    kv_format = manager.kv_format(_stored_name(kv_cache_dtype, device, KVQuantizeError))
-    if kv_format is None:
-        raise KVQuantizeError(_unknown_format(kv_cache_dtype))
+    kv_format = _format_of(kv_cache_dtype, device, KVQuantizeError)
     check_tensor(tensor, kv_format)
     multiplier = scale_tensor(scale, tensor, kv_format)
-    result = manager.call(
+    result = get_manager().call(
         "quantize_kv",
         device,
         kv_format.name,
@@ -142,14 +140,11 @@ def dequantize_kv(quantized: QuantizedKV, *, dtype: torch.dtype = torch.bfloat16
         raise KVQuantizeError(f"expected a QuantizedKV, got {type(quantized).__name__}")
     if dtype not in VALUE_DTYPES:
         raise KVQuantizeError(f"values come as {dtype_names(VALUE_DTYPES)}, got dtype={dtype}")
-    manager = get_manager()
     # The codes say what they are: fp8_e4m3 codes stay that, also on FNUZ hardware.
-    kv_format = manager.kv_format(quantized.kv_cache_dtype)
-    if kv_format is None:
-        raise KVQuantizeError(_unknown_format(quantized.kv_cache_dtype))
+    kv_format = _format_of(quantized.kv_cache_dtype, None, KVQuantizeError)
     check_quantized(quantized, kv_format)
     device = Device.of(quantized.data.device)
-    result = manager.call(
+    result = get_manager().call(
         "dequantize_kv", device, kv_format.name, quantized=quantized, dtype=dtype, device=device
     )
     if not isinstance(result, torch.Tensor):
@@ -164,11 +159,8 @@ def explain(device: DeviceLike, kv_cache_dtype: str) -> tuple[Explanation, ...]:
     :raises KVCacheError: for a device or format that is unknown.
     """
     hardware = Device.of(device)
-    manager = get_manager()
-    kv_format = manager.kv_format(_stored_name(kv_cache_dtype, hardware, KVCacheError))
-    if kv_format is None:
-        raise KVCacheError(_unknown_format(kv_cache_dtype))
-    return manager.explain(hardware, kv_format.name)
+    kv_format = _format_of(kv_cache_dtype, hardware, KVCacheError)
+    return get_manager().explain(hardware, kv_format.name)
 
 
 def register(plugin: object, name: str | None = None) -> None:
@@ -189,20 +181,19 @@ def unregister(plugin: object) -> None:
     get_manager().unregister(plugin)
 
 
-def _stored_name(kv_cache_dtype: object, device: Device, error: type[KVCacheError]) -> str:
-    if not isinstance(kv_cache_dtype, str):
-        raise error(
-            f"kv_cache_dtype must be a name, got {kv_cache_dtype!r}; known names are "
-            f"{', '.join(get_manager().format_names)}"
-        )
-    return formats.on_device(kv_cache_dtype, device)
-
-
-def _unknown_format(kv_cache_dtype: str) -> str:
-    return (
-        f"unknown kv_cache_dtype {kv_cache_dtype!r}; known names are "
-        f"{', '.join(get_manager().format_names)}"
-    )
+def _format_of(
+    kv_cache_dtype: object, device: Device | None, error: Callable[[str], KVCacheError]
+) -> KVFormat:
+    """The format of this name, as a device stores it where one is given."""
+    manager = get_manager()
+    kv_format = None
+    if isinstance(kv_cache_dtype, str):
+        stored = formats.on_device(kv_cache_dtype, device) if device else kv_cache_dtype
+        kv_format = manager.kv_format(stored)
+    if kv_format is None:
+        known = ", ".join(manager.format_names)
+        raise error(f"unknown kv_cache_dtype {kv_cache_dtype!r}; known names are {known}")
+    return kv_format
 
 
 def _wrong_answer(

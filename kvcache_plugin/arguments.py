@@ -8,7 +8,7 @@ import torch
 
 from kvcache_plugin.errors import KVQuantizeError
 from kvcache_plugin.quantized import OutBuffers, QuantizedKV
-from kvcache_plugin.scales import as_float
+from kvcache_plugin.scales import as_float, holds_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +68,7 @@ def _checkedscale_tensor(
             f"{name} tensor must already be on the KV tensor device. It is on {scale.device}, K or "
             f"V is on {tensor.device}; move it once, when the model is loaded"
         )
-    if not scale.dtype.is_floating_point:
+    if not holds_numbers(scale.dtype):
         raise KVQuantizeError(
             f"{name} tensor must have a floating-point dtype, got {scale.dtype}; take scales from "
             "validate_kv_scales"
@@ -107,6 +107,12 @@ def out_buffers(out: object, tensor: torch.Tensor, kv_format: KVFormat) -> OutBu
 
 def check_quantized(quantized: QuantizedKV, kv_format: KVFormat) -> None:
     data, scale = quantized.data, quantized.scale
+    for name, part in (("data", data), ("scale", scale)):
+        if not isinstance(part, torch.Tensor):
+            raise KVQuantizeError(
+                f"the {name} of quantized K or V must be a tensor, got {type(part).__name__}; take "
+                "it from quantize_kv"
+            )
     if data.dim() == 0:
         raise KVQuantizeError("quantized K or V has shape [..., head_dim], got data of shape ()")
     shape = (*data.shape[:-1], data.shape[-1] * kv_format.values_per_element)

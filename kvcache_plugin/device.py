@@ -104,6 +104,12 @@ def _of_gpu(index: int | None) -> Device:
             f"torch {torch.__version__} sees no GPU on this machine, so 'cuda' has no capability; "
             "name the architecture instead, sm_90 or gfx942 for instance"
         )
+    count = torch.cuda.device_count()
+    if index is not None and index >= count:
+        raise KVCacheError(
+            f"there is no cuda:{index} on this machine, torch sees {count}: "
+            f"cuda:0 to cuda:{count - 1}"
+        )
     return _of_card(torch.cuda.current_device() if index is None else index)
 
 

@@ -59,7 +59,7 @@ def examine() -> Examination:
             *settings.problems,
             *(problem for engine in engines for problem in _problems(engine)),
             *(
-                f"{found.name} of {found.distribution} is left out: {found.left_out}"
+                f"implementation {found} is left out: {found.left_out}"
                 for found in manager.implementations
                 if found.is_broken
             ),

@@ -177,12 +177,17 @@ def as_float(number: object) -> float | None:
         return math.inf
 
 
+def holds_numbers(dtype: torch.dtype) -> bool:
+    """Whether each element of a tensor is one floating-point number; packed float4 holds two."""
+    return dtype.is_floating_point and dtype != getattr(torch, "float4_e2m1fn_x2", None)
+
+
 def _read(name: str, scale: object, site: ScaleSite) -> torch.Tensor | None:
     """The scale as a float64 CPU tensor of its own shape, or ``None`` where it is not set."""
     if scale is None:
         return None
     if isinstance(scale, torch.Tensor):
-        if scale.dtype == torch.bool or not scale.dtype.is_floating_point:
+        if not holds_numbers(scale.dtype):
             raise site.error(
                 f"{name} must be a floating-point tensor, got {scale.dtype} of shape "
                 f"{tuple(scale.shape)}"
