@@ -26,7 +26,8 @@ class Seam:
     :param engine: the engine's top-level package.
     :param module: the module that defines the function.
     :param qualname: its name there, ``Class.method`` for a method.
-    :param parameters: the parameters that we rely on, in order. Further ones must have defaults.
+    :param parameters: the parameters that we rely on, in order; ``"*"`` stands before those that
+        are given by keyword. Further ones must have defaults.
     :param purpose: what we do there, in a few words.
     """
 
@@ -90,6 +91,13 @@ SGLANG_MODEL: Final = Seam(
     ("model", "target_device"),
     "checks all layers before the first is processed",
 )
+SGLANG_FILE: Final = Seam(
+    "sglang",
+    "sglang.srt.model_executor.model_runner_components.load_model_utils",
+    "load_kv_cache_scales",
+    ("*", "model", "kv_cache_dtype"),
+    "checks and writes the scales of --quantization-param-path",
+)
 SGLANG_CONFIG: Final = Seam(
     "sglang",
     "sglang.srt.runtime_context",
@@ -106,6 +114,7 @@ SEAMS: Final = (
     SGLANG_HOOKS,
     SGLANG_LAYER,
     SGLANG_MODEL,
+    SGLANG_FILE,
     SGLANG_CONFIG,
 )
 
@@ -141,18 +150,20 @@ def check_source(seam: Seam) -> str:
 
 
 def _compare(seam: Seam, parameters: Sequence[inspect.Parameter]) -> str:
-    by_position = [p for p in parameters if p.kind in _POSITIONAL]
-    names = tuple(parameter.name for parameter in by_position)
-    expected = seam.parameters
-    needed = [
-        p
-        for p in (*by_position[len(expected) :], *(p for p in parameters if p.kind is _KEYWORD))
-        if p.default is inspect.Parameter.empty
-    ]
-    if names[: len(expected)] == expected and not needed:
+    names: list[str] = []
+    needed: list[str] = []
+    for parameter in parameters:
+        if parameter.kind is _KEYWORD and "*" not in names:
+            names.append("*")
+        if parameter.kind in (*_POSITIONAL, _KEYWORD):
+            names.append(parameter.name)
+            if parameter.default is inspect.Parameter.empty:
+                needed.append(parameter.name)
+    count = len(seam.parameters)
+    if tuple(names[:count]) == seam.parameters and set(needed) <= set(seam.parameters):
         return ""
-    found = ", ".join(parameter.name for parameter in parameters)
-    return f"{seam.path} has another signature: ({found}), not ({', '.join(expected)})"
+    found, expected = ", ".join(p.name for p in parameters), ", ".join(seam.parameters)
+    return f"{seam.path} has another signature: ({found}), not ({expected})"
 
 
 _POSITIONAL: Final = (

@@ -56,6 +56,7 @@ def _register() -> None:
     wrappers: tuple[tuple[Seam, Callable[..., Any]], ...] = (
         (seams.SGLANG_LAYER, adapter.process_layer),
         (seams.SGLANG_MODEL, adapter.process_model),
+        (seams.SGLANG_FILE, adapter.load_file),
     )
     for seam, wrapper in wrappers:
         if _fits(seam):
@@ -118,6 +119,37 @@ class _Adapter:
         result = original(method, layer, *args, **kwargs)
         self._guarded("writing K/V scales", self._write, layer, found, scales)
         return result
+
+    def load_file(
+        self, original: Callable[..., Any], *, model: Any, kv_cache_dtype: str, **kwargs: Any
+    ) -> Any:
+        """Check scales that came from a JSON file instead of the checkpoint, one for K and V."""
+        result = original(model=model, kv_cache_dtype=kv_cache_dtype, **kwargs)
+        layers = self._guarded("looking for K/V scales", self._file_layers, model, kv_cache_dtype)
+        if layers:
+            with self._gate.model(layers):
+                for module, found in layers:
+                    scales = self._gate.layer(module, found)
+                    if scales is not None:
+                        module.k_scale, module.v_scale = scales.k, scales.v
+        return result
+
+    def _file_layers(
+        self, model: Any, kv_cache_dtype: str
+    ) -> list[tuple[torch.nn.Module, LoadedScales]]:
+        from sglang.srt.runtime_context import get_model
+
+        if get_model().quantization_param_path is None:
+            return []
+        device = next(model.parameters()).device
+        kv_format = _kv_format(kv_cache_dtype, None, Device.of(device))
+        if kv_format is None:
+            return []
+        return [
+            (module, LoadedScales(name, module.k_scale, module.v_scale, kv_format, device))
+            for name, module in model.named_modules()
+            if isinstance(getattr(module, "k_scale", None), float)
+        ]
 
     def _guarded(self, doing: str, step: Callable[..., Any], *args: Any) -> Any:
         try:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from sglang.srt.layers.quantization import kv_cache
 from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+from sglang.srt.model_executor.model_runner_components import load_model_utils
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -36,7 +37,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def config(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What SGLang publishes of its arguments before it loads a model."""
-    config = SimpleNamespace(kv_cache_dtype="fp8_e4m3", load_format="auto")
+    config = SimpleNamespace(
+        kv_cache_dtype="fp8_e4m3", load_format="auto", quantization_param_path=None
+    )
     monkeypatch.setattr("sglang.srt.runtime_context.get_model", lambda: config)
     return config
 
@@ -226,6 +229,40 @@ def test_only_quantized_caches_are_checked(
         assert layer.k_scale_float == float("inf")
 
 
+def model_with_a_file(
+    monkeypatch: pytest.MonkeyPatch, config: SimpleNamespace, scale: float
+) -> Any:
+    """A model whose one layer gets its scale from ``--quantization-param-path``."""
+    config.quantization_param_path = "scales.json"
+    monkeypatch.setattr(load_model_utils, "get_model", lambda: config)
+    model: Any = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.ones(1))
+    model.attn = torch.nn.Module()
+
+    def bring_scales(path: str) -> None:
+        model.attn.k_scale = model.attn.v_scale = scale
+
+    model.load_kv_cache_scales = bring_scales
+    return model
+
+
+@pytest.mark.parametrize(("scale", "served"), [(0.05, 0.05), (0.0, 1.0)])
+def test_scales_of_a_file_are_checked_and_written(
+    monkeypatch: pytest.MonkeyPatch, config: SimpleNamespace, scale: float, served: float
+) -> None:
+    model = model_with_a_file(monkeypatch, config, scale)
+    load_model_utils.load_kv_cache_scales(model=model, kv_cache_dtype="fp8_e4m3")
+    assert (model.attn.k_scale, model.attn.v_scale) == (served, served)
+
+
+def test_a_corrupt_scale_of_a_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, config: SimpleNamespace
+) -> None:
+    model = model_with_a_file(monkeypatch, config, float("nan"))
+    with pytest.raises(KVScaleError, match="attn: fp8 KV cache scales must be finite"):
+        load_model_utils.load_kv_cache_scales(model=model, kv_cache_dtype="fp8_e4m3")
+
+
 def test_random_weights_are_no_checkpoint(config: SimpleNamespace) -> None:
     """SGLang's dummy loader fills scales with random numbers of either sign."""
     config.load_format = "dummy"
@@ -262,7 +299,7 @@ def test_a_seam_with_another_signature_is_left_out(
         classmethod(lambda cls, target, hook, hook_type: registered.append(target)),
     )
     sglang._register()
-    assert registered == [seams.SGLANG_LAYER.path]
+    assert registered == [seams.SGLANG_LAYER.path, seams.SGLANG_FILE.path]
     (record,) = caplog.records
     assert seams.SGLANG_MODEL.path in record.getMessage()
     assert "(model, device)" in record.getMessage()
