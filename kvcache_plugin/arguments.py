@@ -42,7 +42,7 @@ def check_tensor(tensor: torch.Tensor, kv_format: KVFormat) -> None:
 def scale_tensor(scale: object, tensor: torch.Tensor, kv_format: KVFormat) -> torch.Tensor:
     """The scale as float32 on the tensor's device, ``[1]`` or ``[H]``; the host copies nothing."""
     if isinstance(scale, torch.Tensor):
-        return _checkedscale_tensor(scale, tensor, kv_format)
+        return _checked_scale_tensor(scale, tensor, kv_format)
     value = as_float(scale)
     if value is None:
         raise KVQuantizeError(
@@ -57,7 +57,7 @@ def scale_tensor(scale: object, tensor: torch.Tensor, kv_format: KVFormat) -> to
     return torch.full((1,), value, dtype=torch.float32, device=tensor.device)
 
 
-def _checkedscale_tensor(
+def _checked_scale_tensor(
     scale: torch.Tensor, tensor: torch.Tensor, kv_format: KVFormat
 ) -> torch.Tensor:
     name = (

@@ -32,8 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command(arguments)
     except KVCacheError as error:
-        print(f"kvcache-plugin: {error}", file=sys.stderr)
-        return MISUSED
+        return _say(error, WRONG)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,7 +77,10 @@ def _plugins(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     from kvcache_plugin.api import explain
 
-    rows = explain(arguments.device, arguments.kv_cache_dtype)
+    try:
+        rows = explain(arguments.device, arguments.kv_cache_dtype)
+    except KVCacheError as error:  # a device or a format that nobody knows
+        return _say(error, MISUSED)
     if arguments.json:
         _print_json([{**asdict(row), "chosen": row.chosen} for row in rows])
     else:
@@ -167,6 +169,11 @@ def _demo(arguments: argparse.Namespace) -> int:
             ],
         )
     return FINE if result.succeeded else WRONG
+
+
+def _say(error: KVCacheError, status: int) -> int:
+    print(f"kvcache-plugin: {error}", file=sys.stderr)
+    return status
 
 
 def _state(implementation: Any) -> str:

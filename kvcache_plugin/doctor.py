@@ -57,6 +57,7 @@ def examine() -> Examination:
         manager.implementations,
         (
             *settings.problems,
+            *filter(None, [manager.block_problem]),
             *(problem for engine in engines for problem in _problems(engine)),
             *(
                 f"implementation {found} is left out: {found.left_out}"

@@ -34,9 +34,6 @@ class KVFormat:
     :param block_size: how many values along ``head_dim`` share a block scale; ``None`` for none.
     :param block_scale_dtype: the torch dtype of ``block_scales``, by name; ``None`` for none.
     :param per_head: whether the scale may also be one for each head, shape ``[H]``.
-    :param checkpoint_factor: what a checkpoint's scale is multiplied by to serve this format. 2 for
-        FNUZ, whose codes reach half as far as those of the OCP e4m3 that checkpoints are written
-        for; else 1.
     """
 
     name: str
@@ -47,7 +44,6 @@ class KVFormat:
     block_size: int | None = None
     block_scale_dtype: str | None = None
     per_head: bool = False
-    checkpoint_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.name or self.name != self.name.strip().lower():
@@ -100,9 +96,7 @@ def _torch_dtype(name: str) -> torch.dtype:
 # it (e4m3fnuz), OCP Microscaling specification 1.0 (e2m1).
 FP8_E4M3 = KVFormat("fp8_e4m3", "fp8", "float8_e4m3fn", 448.0, per_head=True)
 FP8_E5M2 = KVFormat("fp8_e5m2", "fp8", "float8_e5m2", 57344.0, per_head=True)
-FP8_E4M3FNUZ = KVFormat(
-    "fp8_e4m3fnuz", "fp8", "float8_e4m3fnuz", 240.0, per_head=True, checkpoint_factor=2.0
-)
+FP8_E4M3FNUZ = KVFormat("fp8_e4m3fnuz", "fp8", "float8_e4m3fnuz", 240.0, per_head=True)
 NVFP4 = KVFormat(
     "nvfp4",
     "nvfp4",

@@ -139,14 +139,19 @@ class Manager:
                 self._try(name, OWN_DISTRIBUTION, load)
             for entry_point in sorted_entry_points():
                 self._try(entry_point.name, distribution_of(entry_point), entry_point.load)
-            unknown = self._block - {found.name for found in self._found}
-            if unknown:
-                logger.warning(
-                    "%s names no implementation: %s. The implementations are %s",
-                    BLOCK.name,
-                    ", ".join(sorted(unknown)),
-                    ", ".join(found.name for found in self._found),
-                )
+            if self.block_problem:
+                logger.warning("%s", self.block_problem)
+
+    @property
+    def block_problem(self) -> str:
+        """Names to leave out that nobody has; empty when there is none."""
+        unknown = self._block - {found.name for found in self._found}
+        if not unknown:
+            return ""
+        return (
+            f"{BLOCK.name} names no implementation: {', '.join(sorted(unknown))}. The "
+            f"implementations are {', '.join(found.name for found in self._found)}"
+        )
 
     def register(self, plugin: object, name: str | None = None) -> None:
         """Add an implementation at run time.

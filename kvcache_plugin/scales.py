@@ -81,6 +81,14 @@ class KVScales:
             v=self.v if self.v_source == "default" else self.v * factor,
         )
 
+    def for_fnuz(self) -> KVScales:
+        """The scales for e4m3fnuz, twice what a checkpoint was written with for the OCP e4m3.
+
+        OCP codes reach 448, those of e4m3fnuz 240, and the same bits mean half as much. Twice the
+        scale keeps within reach whatever the checkpoint's could represent: 448 · s ≤ 240 · 2s.
+        """
+        return self.converted(2.0)
+
 
 @dataclass(frozen=True)
 class ScaleSite:

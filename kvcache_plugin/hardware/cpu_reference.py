@@ -12,11 +12,16 @@ from functools import cache
 
 import torch
 
-from kvcache_plugin import Device, KVScales, OutBuffers, QuantizedKV, formats, hookimpl
+from kvcache_plugin import Device, KVScales, OutBuffers, QuantizedKV, hookimpl
 
 logger = logging.getLogger(__name__)
 
-_FORMATS = {kv_format.name: kv_format for kv_format in formats.BUILT_IN}
+_FP8 = {
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
+}
+_NVFP4 = "nvfp4"
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _BLOCK_SCALE_MAX = torch.finfo(torch.float8_e4m3fn).max
 _NVFP4_BLOCK = 16
@@ -33,14 +38,14 @@ _E2M1_TIES_UP = (0.75, 1.75, 3.5)
 
 @hookimpl(trylast=True)
 def supports_kv(kv_cache_dtype: str) -> bool | str:
-    if kv_cache_dtype not in _FORMATS:
-        return f"serves {', '.join(_FORMATS)}, and this is {kv_cache_dtype}"
+    if kv_cache_dtype not in (*_FP8, _NVFP4):
+        return f"serves {', '.join([*_FP8, _NVFP4])}, and this is {kv_cache_dtype}"
     return True
 
 
 @hookimpl(trylast=True)
 def validate_kv_scales(scales: KVScales, kv_cache_dtype: str) -> KVScales:
-    return scales.converted(_FORMATS[kv_cache_dtype].checkpoint_factor)
+    return scales.for_fnuz() if kv_cache_dtype == "fp8_e4m3fnuz" else scales
 
 
 @hookimpl(trylast=True)
@@ -53,13 +58,13 @@ def quantize_kv(
     out: OutBuffers | None,
 ) -> QuantizedKV:
     _say_if_last_resort(device)
-    if kv_cache_dtype == formats.NVFP4.name:
+    if kv_cache_dtype == _NVFP4:
         data, block_scales = _nvfp4_codes(tensor.float(), scale)
     else:
-        kv_format = _FORMATS[kv_cache_dtype]
+        dtype = _FP8[kv_cache_dtype]
+        largest = torch.finfo(dtype).max
         scaled = tensor.float() / _per_head(scale)
-        clamped = scaled.clamp(-kv_format.largest, kv_format.largest)
-        data, block_scales = clamped.to(kv_format.torch_dtype), None
+        data, block_scales = scaled.clamp(-largest, largest).to(dtype), None
     if out is not None:
         data = out.data.copy_(data)
         if out.block_scales is not None and block_scales is not None:
@@ -71,7 +76,7 @@ def quantize_kv(
 @torch.no_grad()
 def dequantize_kv(quantized: QuantizedKV, dtype: torch.dtype, device: Device) -> torch.Tensor:
     _say_if_last_resort(device)
-    if quantized.kv_cache_dtype == formats.NVFP4.name:
+    if quantized.kv_cache_dtype == _NVFP4:
         return _nvfp4_values(quantized).to(dtype)
     return (quantized.data.float() * _per_head(quantized.scale)).to(dtype)
 

@@ -1,16 +1,10 @@
-"""ROCm FNUZ (gfx940, gfx941, gfx942): converts checkpoint scales for e4m3fnuz.
-
-A checkpoint's scales are written for the OCP e4m3, whose codes reach 448. Those of e4m3fnuz reach
-240, and the same bits mean half as much. Twice the scale keeps every value that the checkpoint's
-scale could represent within reach: 448 · s ≤ 240 · 2s.
-"""
+"""ROCm FNUZ (gfx940, gfx941, gfx942): converts checkpoint scales for e4m3fnuz."""
 
 from __future__ import annotations
 
 from kvcache_plugin import Device, KVScales, hookimpl
 
 _FORMAT = "fp8_e4m3fnuz"
-_FACTOR = 2.0
 
 
 @hookimpl
@@ -24,4 +18,4 @@ def supports_kv(device: Device, kv_cache_dtype: str) -> bool | str:
 
 @hookimpl
 def validate_kv_scales(scales: KVScales) -> KVScales:
-    return scales.converted(_FACTOR)
+    return scales.for_fnuz()

@@ -9,25 +9,54 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
 
 from kvcache_plugin import __version__
 from kvcache_plugin.api import validate_kv_scales
-from kvcache_plugin.errors import KVScaleError
-from kvcache_plugin.settings import MODE
+from kvcache_plugin.errors import KVScaleError, add_note
+from kvcache_plugin.scales import KVScales
+from kvcache_plugin.settings import MODE, read_settings, report_problems
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    import torch
-
-    from kvcache_plugin.scales import Granularity, KVScales
+    from kvcache_plugin.hosts.seams import Seam
+    from kvcache_plugin.scales import Granularity
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+_Verdict: TypeAlias = KVScales | KVScaleError | None
+
+#: What both engines put where a scale will be, until one is loaded.
+UNSET: Final = -1.0
 _MOST_LAYERS_LISTED: Final = 20
-_NOT_LOADED: Final = -1.0
+
+_started: set[str] = set()
+
+
+def start(engine: str, hook: Callable[[LoadGate], None]) -> None:
+    """Read the switches and hook an engine, once in a process. It never raises."""
+    if engine in _started:
+        return
+    _started.add(engine)
+    try:
+        settings = read_settings()
+        report_problems(settings)
+        if settings.mode != "off":
+            hook(LoadGate(engine, settings.mode))
+    except Exception:
+        logger.exception("kvcache_plugin cannot hook %s, which goes on without it", engine)
+
+
+def leave_out(engine: str, seam: Seam, problem: str) -> None:
+    """Warn that a seam is not used; those beside it stay."""
+    logger.warning(
+        "kvcache_plugin leaves out a seam of %s, which %s: %s", engine, seam.purpose, problem
+    )
 
 
 @dataclass(frozen=True)
@@ -49,7 +78,24 @@ class LoadedScales:
 
 def unless_marked(scale: torch.Tensor) -> torch.Tensor | None:
     """``None`` for the engines' marker of a scale that was not loaded: -1.0 in every element."""
-    return None if scale.numel() and bool((scale == _NOT_LOADED).all()) else scale
+    return None if scale.numel() and bool((scale == UNSET).all()) else scale
+
+
+def present(layer: Any, found: LoadedScales, scales: KVScales) -> None:
+    """Leave raw scales on a layer that the engine's own processing understands.
+
+    Each engine has ways of its own with a pair of which one side is unset, or both are not
+    positive, so it gets to see a whole pair, or none.
+    """
+    k, v = found.k, found.v
+    if scales.k_source == "default":
+        k = v = UNSET
+    elif scales.k_source == "duplicated":
+        k = v
+    elif scales.v_source == "duplicated":
+        v = k
+    for parameter, raw in ((layer.k_scale, k), (layer.v_scale, v)):
+        parameter.data.copy_(torch.as_tensor(raw))
 
 
 class LoadGate:
@@ -60,12 +106,13 @@ class LoadGate:
     """
 
     def __init__(self, engine: str, mode: str) -> None:
-        self._engine = engine
+        self.engine = engine
         self._mode = mode
-        self._announced = False
-        self._failed = False
+        self._announced = ""
+        self._failures: set[str] = set()
         # What the pass over the whole model found, until each layer is processed.
         self._verdicts: WeakKeyDictionary[torch.nn.Module, _Verdict] = WeakKeyDictionary()
+        self._processed: WeakSet[torch.nn.Module] = WeakSet()
 
     @contextmanager
     def model(self, layers: Sequence[tuple[torch.nn.Module, LoadedScales]]) -> Iterator[None]:
@@ -76,10 +123,8 @@ class LoadGate:
         try:
             for module, found in layers:
                 self._verdicts[module] = self._check(found)
-            self._announce(f"checked the K/V scales of {_count(layers)}{_format_of(layers)}")
-            errors = [v for v in self._verdicts.values() if isinstance(v, KVScaleError)]
-            if errors:
-                self._refuse(_one_error(errors, len(layers)))
+            self._announce_model(layers)
+            self._judge(list(self._verdicts.values()))
             yield
         finally:
             self._verdicts.clear()
@@ -91,87 +136,108 @@ class LoadGate:
         """
         if module in self._verdicts:
             verdict = self._verdicts.pop(module)
-            return None if isinstance(verdict, KVScaleError) else verdict
-        self._announce("checks K/V scales layer by layer, as this loader processes them")
-        verdict = self._check(found)
-        if isinstance(verdict, KVScaleError):
-            self._refuse(_one_error([verdict], 1))
-            return None
-        return verdict
+        else:
+            if not self._announced:
+                self._announce("checks K/V scales layer by layer, as this loader processes them")
+            verdict = self._check(found)
+            self._judge([verdict])
+        return verdict if isinstance(verdict, KVScales) else None
 
-    def failed(self, doing: str) -> None:
-        """Log an exception of ours that must not stop the engine; call it while handling it."""
-        if not self._failed:
-            logger.exception(
-                "kvcache_plugin %s failed while %s. %s goes on as it would without the plugin, and "
-                "K/V scales may be unchecked; please report this",
-                __version__,
-                doing,
-                self._engine,
-            )
-        self._failed = True
+    def guarded(self, doing: str, step: Callable[..., T], *arguments: Any) -> T | None:
+        """Take a step of ours that must not stop the engine: what it raises is logged, once."""
+        try:
+            return step(*arguments)
+        except Exception:
+            if doing not in self._failures:
+                logger.exception(
+                    "kvcache_plugin %s failed while %s. %s goes on as it would without the plugin, "
+                    "and K/V scales may be unchecked",
+                    __version__,
+                    doing,
+                    self.engine,
+                )
+            self._failures.add(doing)
+            return None
+
+    def is_first_time(self, module: torch.nn.Module) -> bool:
+        """Whether this layer has not been processed yet."""
+        return module not in self._processed
+
+    def mark_processed(self, module: torch.nn.Module) -> None:
+        self._processed.add(module)
 
     def _check(self, found: LoadedScales) -> _Verdict:
-        try:
-            return validate_kv_scales(
-                found.k,
-                found.v,
-                kv_cache_dtype=found.kv_cache_dtype,
-                device=found.device,
-                layer=found.layer,
-                granularity=found.granularity,
-                num_kv_heads=found.num_kv_heads,
-            )
-        except KVScaleError as error:
-            return error
-        except Exception:
-            self.failed(f"checking the K/V scales of {found.layer}")
-            return None
+        def check() -> KVScales | KVScaleError:
+            try:
+                return validate_kv_scales(
+                    found.k,
+                    found.v,
+                    kv_cache_dtype=found.kv_cache_dtype,
+                    device=found.device,
+                    layer=found.layer,
+                    granularity=found.granularity,
+                    num_kv_heads=found.num_kv_heads,
+                )
+            except KVScaleError as error:
+                return error
+            except Exception as error:
+                add_note(error, f"the layer was {found.layer}")
+                raise
 
-    def _refuse(self, error: KVScaleError) -> None:
+        return self.guarded("checking K/V scales", check)
+
+    def _judge(self, verdicts: Sequence[_Verdict]) -> None:
+        errors = [verdict for verdict in verdicts if isinstance(verdict, KVScaleError)]
+        if not errors:
+            return
+        problem, remedy = _summary(errors, len(verdicts))
         if self._mode == "strict":
-            raise error
-        logger.error("%s=%s, so the load goes on. %s", MODE.name, self._mode, error)
+            way_around = f"{MODE.name}=warn loads the checkpoint as it is"
+            raise KVScaleError(
+                f"kvcache_plugin refuses this checkpoint: {problem}",
+                remedy=". ".join(filter(None, [remedy, way_around])),
+            )
+        logger.error(
+            "%s=%s, so %s goes on as it would without the plugin: %s",
+            MODE.name,
+            self._mode,
+            self.engine,
+            KVScaleError(problem, remedy=remedy),
+        )
+
+    def _announce_model(self, layers: Sequence[tuple[torch.nn.Module, LoadedScales]]) -> None:
+        checked = sum(verdict is not None for verdict in self._verdicts.values())
+        if layers:
+            found = layers[0][1]
+            self._announce(
+                f"checked the K/V scales of {checked} layer{'s' * (checked != 1)} "
+                f"({found.kv_cache_dtype} on {found.device})"
+            )
+        elif not self._announced:
+            self._announce("found no layer with K/V scales for a quantized KV cache")
 
     def _announce(self, what: str) -> None:
-        if not self._announced:
+        """Say, in the engine's log, that the plugin is at work; the same thing once."""
+        if what != self._announced:
             logger.info(
                 "kvcache_plugin %s is active in %s, mode %s: %s",
                 __version__,
-                self._engine,
+                self.engine,
                 self._mode,
                 what,
             )
-        self._announced = True
+        self._announced = what
 
 
-if TYPE_CHECKING:
-    _Verdict: TypeAlias = KVScales | KVScaleError | None
-
-
-def _one_error(errors: Sequence[KVScaleError], checked: int) -> KVScaleError:
-    """All corrupt layers in one error, the first twenty by name."""
+def _summary(errors: Sequence[KVScaleError], checked: int) -> tuple[str, str]:
+    """The problem and the remedy of all corrupt layers, the first twenty by name."""
+    of_all = f" in {len(errors)} of {checked} layers" if checked > 1 else ""
     lines = [f"  {error.layer}: {_with_notes(error)}" for error in errors[:_MOST_LAYERS_LISTED]]
     if len(errors) > _MOST_LAYERS_LISTED:
         lines.append(f"  and {len(errors) - _MOST_LAYERS_LISTED} more layers")
-    of_all = f" in {len(errors)} of {checked} layers" if checked > 1 else ""
-    header = f"kvcache_plugin refuses this checkpoint: corrupt K/V scales{of_all}"
-    return KVScaleError(
-        "\n".join([header, *lines]),
-        remedy=f"{errors[0].remedy}. {MODE.name}=warn loads the checkpoint as it is",
-    )
+    remedies = dict.fromkeys(error.remedy for error in errors if error.remedy)
+    return "\n".join([f"corrupt K/V scales{of_all}", *lines]), ". ".join(remedies)
 
 
 def _with_notes(error: KVScaleError) -> str:
     return "; ".join([error.problem, *getattr(error, "__notes__", ())])
-
-
-def _count(layers: Sequence[object]) -> str:
-    return f"{len(layers)} layer{'s' * (len(layers) != 1)}"
-
-
-def _format_of(layers: Sequence[tuple[torch.nn.Module, LoadedScales]]) -> str:
-    if not layers:
-        return ", since none has scales for a quantized KV cache"
-    first = layers[0][1]
-    return f" ({first.kv_cache_dtype} on {first.device})"

@@ -47,7 +47,7 @@ VLLM_LAYER: Final = Seam(
     "vllm.model_executor.layers.quantization.kv_cache",
     "BaseKVCacheMethod.process_weights_after_loading",
     ("self", "layer"),
-    "checks and writes the scales of one layer, here and in every subclass",
+    "checks and writes the scales of one layer; without it none is checked",
 )
 VLLM_MODEL: Final = Seam(
     "vllm",
@@ -68,21 +68,21 @@ VLLM_CONFIG: Final = Seam(
     "vllm.config.vllm",
     "get_current_vllm_config_or_none",
     (),
-    "tells random dummy weights from a checkpoint's",
+    "tells a dummy load's random weights from a checkpoint's; without it no scale is checked",
 )
 SGLANG_HOOKS: Final = Seam(
     "sglang",
     "sglang.srt.plugins.hook_registry",
     "HookRegistry.register",
     ("cls", "target", "hook", "hook_type"),
-    "wraps the other seams",
+    "wraps the other seams; without it no scale is checked",
 )
 SGLANG_LAYER: Final = Seam(
     "sglang",
     "sglang.srt.layers.quantization.kv_cache",
     "BaseKVCacheMethod.process_weights_after_loading",
     ("self", "layer"),
-    "checks and writes the scales of one layer",
+    "checks and writes the scales of one layer; without it none is checked",
 )
 SGLANG_MODEL: Final = Seam(
     "sglang",
@@ -90,6 +90,13 @@ SGLANG_MODEL: Final = Seam(
     "DefaultModelLoader.postprocess_weights",
     ("model", "target_device"),
     "checks all layers before the first is processed",
+)
+SGLANG_RESTORE: Final = Seam(
+    "sglang",
+    "sglang.srt.model_loader.loader",
+    "DefaultModelLoader.restore_weights_before_loading",
+    ("model", "target_device"),
+    "puts raw scales back before a reload",
 )
 SGLANG_FILE: Final = Seam(
     "sglang",
@@ -103,7 +110,7 @@ SGLANG_CONFIG: Final = Seam(
     "sglang.srt.runtime_context",
     "get_model",
     (),
-    "tells the KV cache dtype, and dummy weights from a checkpoint's",
+    "tells the KV cache dtype and a dummy load; without it no scale is checked",
 )
 
 SEAMS: Final = (
@@ -114,6 +121,7 @@ SEAMS: Final = (
     SGLANG_HOOKS,
     SGLANG_LAYER,
     SGLANG_MODEL,
+    SGLANG_RESTORE,
     SGLANG_FILE,
     SGLANG_CONFIG,
 )

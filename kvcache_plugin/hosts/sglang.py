@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from kvcache_plugin.device import Device
 from kvcache_plugin.hosts import seams
-from kvcache_plugin.hosts.gate import LoadedScales, LoadGate, unless_marked
-from kvcache_plugin.settings import read_settings, report_problems
+from kvcache_plugin.hosts.gate import (
+    UNSET,
+    LoadedScales,
+    LoadGate,
+    leave_out,
+    present,
+    start,
+    unless_marked,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,59 +25,47 @@ if TYPE_CHECKING:
     import torch
 
     from kvcache_plugin.hosts.seams import Seam
-    from kvcache_plugin.scales import KVScales
+    from kvcache_plugin.scales import KVScales, Source
 
-logger = logging.getLogger(__name__)
-
-_UNSET: Final = -1.0
 #: SGLang's names for KV caches whose scales follow our rules; see ``_kv_format``.
 _FORMATS: Final = ("fp8_e4m3", "fp8_e5m2", "nvfp4")
-
-_registered = False
+_SIDES: Final = ("k", "v")
 
 
 def register() -> None:
     """SGLang's entry point; called in every process. It never raises."""
-    global _registered
-    if _registered:
-        return  # a second registration would run everything twice
-    _registered = True
-    try:
-        _register()
-    except Exception:
-        logger.exception("kvcache_plugin could not register itself; SGLang goes on without it")
+    start("SGLang", _hook)
 
 
-def _register() -> None:
-    settings = read_settings()
-    report_problems(settings)
-    if settings.mode == "off":
-        return
-    adapter = _Adapter(LoadGate("SGLang", settings.mode))
+def _hook(gate: LoadGate) -> None:
     # Without these the others have nothing to stand on.
-    if not (_fits(seams.SGLANG_HOOKS) and _fits(seams.SGLANG_CONFIG)):
+    if not (_fits(gate, seams.SGLANG_HOOKS) and _fits(gate, seams.SGLANG_CONFIG)):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    adapter = _Adapter(gate)
     wrappers: tuple[tuple[Seam, Callable[..., Any]], ...] = (
         (seams.SGLANG_LAYER, adapter.process_layer),
         (seams.SGLANG_MODEL, adapter.process_model),
+        (seams.SGLANG_RESTORE, adapter.restore_model),
         (seams.SGLANG_FILE, adapter.load_file),
     )
+    # SGLang ignores a hook on a target that it has patched already, and does not say so.
+    patched = getattr(HookRegistry, "_patched", ())
     for seam, wrapper in wrappers:
-        if _fits(seam):
+        if seam.path in patched:
+            leave_out(gate.engine, seam, f"another plugin's hooks on {seam.path} are in place")
+        elif _fits(gate, seam):
             HookRegistry.register(seam.path, wrapper, HookType.AROUND)
 
 
-def _fits(seam: Seam) -> bool:
+def _fits(gate: LoadGate, seam: Seam) -> bool:
     try:
         problem = seams.check_module(seam, importlib.import_module(seam.module))
     except Exception as error:
         problem = f"{seam.module} cannot be imported: {type(error).__name__}: {error}"
     if problem:
-        logger.warning(
-            "kvcache_plugin leaves out a step of SGLang (it %s): %s", seam.purpose, problem
-        )
+        leave_out(gate.engine, seam, problem)
     return not problem
 
 
@@ -79,8 +73,9 @@ def _fits(seam: Seam) -> bool:
 class _Processed:
     """One side of a layer: what the checkpoint brought, and what stands there since."""
 
-    raw: torch.Tensor | None
+    raw: torch.Tensor | float | None
     written: float
+    source: Source
 
 
 class _Adapter:
@@ -103,35 +98,60 @@ class _Adapter:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        with self._gate.model(self._loaded_layers(model, target_device)):
+        find = self._loaded_layers
+        layers = self._gate.guarded("looking for K/V scales", find, model, target_device)
+        with self._gate.model(layers or []):
             return original(model, target_device, *args, **kwargs)
 
     def process_layer(
         self, original: Callable[..., Any], method: Any, layer: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Check one layer, let SGLang process it, and see that each copy has the result."""
-        scales, found = None, self._guarded("looking for K/V scales", self._find, method, layer)
+        guarded = self._gate.guarded
+        scales = None
+        found = guarded("looking for the K/V scales of a layer", self._find, method, layer)
         if found is not None:
             scales = self._gate.layer(layer, found)
-        if scales is None or found is None:
-            return original(method, layer, *args, **kwargs)
-        self._guarded("preparing K/V scales", _present, layer, found, scales)
+            if scales is not None:
+                guarded("preparing the K/V scales of a layer", present, layer, found, scales)
         result = original(method, layer, *args, **kwargs)
-        self._guarded("writing K/V scales", self._write, layer, found, scales)
+        if found is not None and scales is not None:
+            guarded("writing the K/V scales of a layer", self._write, layer, found, scales)
+        self._gate.mark_processed(layer)
         return result
+
+    def restore_model(
+        self,
+        original: Callable[..., Any],
+        model: Any,
+        target_device: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Put raw scales back before new ones are loaded over them, as SGLang does with weights."""
+        self._gate.guarded("restoring K/V scales", self._restore, model)
+        return original(model, target_device, *args, **kwargs)
+
+    def _restore(self, model: Any) -> None:
+        for module in model.modules():
+            for name, side in self._processed.pop(module, {}).items():
+                raw = UNSET if side.raw is None else float(side.raw)
+                getattr(module, name).data.fill_(raw)
 
     def load_file(
         self, original: Callable[..., Any], *, model: Any, kv_cache_dtype: str, **kwargs: Any
     ) -> Any:
         """Check scales that came from a JSON file instead of the checkpoint, one for K and V."""
         result = original(model=model, kv_cache_dtype=kv_cache_dtype, **kwargs)
-        layers = self._guarded("looking for K/V scales", self._file_layers, model, kv_cache_dtype)
+        find = self._file_layers
+        layers = self._gate.guarded("looking for K/V scales", find, model, kv_cache_dtype)
         if layers:
             with self._gate.model(layers):
                 for module, found in layers:
                     scales = self._gate.layer(module, found)
                     if scales is not None:
-                        module.k_scale, module.v_scale = scales.k, scales.v
+                        for side in _SIDES:
+                            setattr(module, f"{side}_scale", getattr(scales, side))
         return result
 
     def _file_layers(
@@ -151,29 +171,19 @@ class _Adapter:
             if isinstance(getattr(module, "k_scale", None), float)
         ]
 
-    def _guarded(self, doing: str, step: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return step(*args)
-        except Exception:
-            self._gate.failed(f"{doing} of a layer")
-            return None
-
     def _loaded_layers(
         self, model: Any, target_device: Any
     ) -> list[tuple[torch.nn.Module, LoadedScales]]:
-        layers = []
-        try:
-            from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+        from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 
-            for name, module in model.named_modules():
-                method = getattr(module, "quant_method", None)
-                if isinstance(method, BaseKVCacheMethod):
-                    self._names[module] = name
-                    found = self._find(method, module, target_device)
-                    if found is not None:
-                        layers.append((module, found))
-        except Exception:
-            self._gate.failed("looking for K/V scales in the model")
+        layers = []
+        for name, module in model.named_modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, BaseKVCacheMethod):
+                self._names[module] = name
+                found = self._find(method, module, target_device)
+                if found is not None:
+                    layers.append((module, found))
         return layers
 
     def _find(self, method: Any, layer: Any, target_device: Any = None) -> LoadedScales | None:
@@ -183,32 +193,48 @@ class _Adapter:
         config = get_model()
         device = target_device or layer.k_scale.device
         kv_format = _kv_format(config.kv_cache_dtype, method.quant_config, Device.of(device))
-        if kv_format is None or config.load_format == "dummy":
+        # The random weights that a dummy load begins with are no checkpoint's.
+        is_random = config.load_format == "dummy" and self._gate.is_first_time(layer)
+        if kv_format is None or is_random or layer.k_scale.is_meta:
             return None
+        k, v = self._raw_pair(layer)
         return LoadedScales(
             layer=self._names.get(layer, f"layer {layer.layer_id}"),
-            k=self._raw(layer, "k_scale"),
-            v=self._raw(layer, "v_scale"),
+            k=k,
+            v=v,
             kv_cache_dtype=kv_format,
             device=device,
         )
 
-    def _raw(self, layer: Any, name: str) -> torch.Tensor | None:
-        scale = getattr(layer, name).detach()
-        before = self._processed.get(layer, {}).get(name)
-        if before is not None and scale.numel() == 1 and scale.item() == before.written:
-            return before.raw
-        return unless_marked(scale.cpu().clone())
+    def _raw_pair(self, layer: Any) -> list[torch.Tensor | float | None]:
+        """What the checkpoint brought, also where our own result stands in its place by now."""
+        names = [f"{side}_scale" for side in _SIDES]
+        now = [getattr(layer, name).detach() for name in names]
+        before = [self._processed.get(layer, {}).get(name) for name in names]
+        ours = [
+            side is not None and scale.numel() == 1 and scale.item() == side.written
+            for scale, side in zip(now, before, strict=True)
+        ]
+        raw: list[torch.Tensor | float | None] = []
+        for scale, side, is_ours in zip(now, before, ours, strict=True):
+            # Where one side is new, the other is only known to be old if a checkpoint brought it.
+            if side is not None and is_ours and (all(ours) or side.source == "checkpoint"):
+                raw.append(side.raw)
+            else:
+                raw.append(unless_marked(scale.cpu().clone()))
+        return raw
 
     def _write(self, layer: Any, found: LoadedScales, scales: KVScales) -> None:
         """Every copy that SGLang keeps: the parameter and the host's float."""
         processed = {}
-        for side in ("k", "v"):
+        for side in _SIDES:
             scale = getattr(scales, side)
-            parameter = getattr(layer, f"{side}_scale")
+            name = f"{side}_scale"
+            parameter = getattr(layer, name)
             parameter.data.fill_(scale)
-            setattr(layer, f"{side}_scale_float", scale)
-            processed[f"{side}_scale"] = _Processed(getattr(found, side), parameter.item())
+            setattr(layer, f"{name}_float", scale)
+            source = getattr(scales, f"{side}_source")
+            processed[name] = _Processed(getattr(found, side), parameter.item(), source)
         self._processed[layer] = processed
 
 
@@ -216,7 +242,7 @@ def _kv_format(kv_cache_dtype: str, quant_config: Any, device: Device) -> str | 
     """The format that the KV cache will have, ``None`` for one that we leave alone.
 
     ``auto`` follows the checkpoint where it declares FP8, and is unquantized elsewhere. On ROCm
-    SGLang stores e5m2 as e4m3 too. (sglang 0.5.23, model_runner_components/kv_cache_dtype.py)
+    SGLang stores e5m2 as e4m3 too. (sglang 0.5.23, ``configure_kv_cache_dtype``)
     """
     if kv_cache_dtype == "auto":
         declared = getattr(quant_config, "kv_cache_quant_algo", None)
@@ -224,17 +250,3 @@ def _kv_format(kv_cache_dtype: str, quant_config: Any, device: Device) -> str | 
     if kv_cache_dtype == "fp8_e5m2" and device.kind == "rocm":
         return "fp8_e4m3"
     return kv_cache_dtype if kv_cache_dtype in _FORMATS else None
-
-
-def _present(layer: Any, found: LoadedScales, scales: KVScales) -> None:
-    """Leave raw scales on the layer that SGLang's own processing understands."""
-    k, v = found.k, found.v
-    if scales.k_source == "default":
-        k, v = _UNSET, _UNSET
-    elif scales.k_source == "duplicated":
-        k = v
-    elif scales.v_source == "duplicated":
-        v = k
-    for parameter, raw in ((layer.k_scale, k), (layer.v_scale, v)):
-        assert raw is not None
-        parameter.data.fill_(float(raw))

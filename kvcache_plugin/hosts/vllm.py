@@ -11,9 +11,16 @@ import sys
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_plugin.hosts import seams
-from kvcache_plugin.hosts.gate import LoadedScales, LoadGate, unless_marked
+from kvcache_plugin.hosts.gate import (
+    UNSET,
+    LoadedScales,
+    LoadGate,
+    leave_out,
+    present,
+    start,
+    unless_marked,
+)
 from kvcache_plugin.hosts.late import when_imported
-from kvcache_plugin.settings import read_settings, report_problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,12 +31,8 @@ if TYPE_CHECKING:
     from kvcache_plugin.hosts.seams import Seam
     from kvcache_plugin.scales import KVScales
 
-logger = logging.getLogger(__name__)
-
 _SIDES: Final = ("k", "v")
-_UNSET: Final = -1.0
-#: vLLM's names for KV caches whose scales follow our rules. Those that are not here are
-#: unquantized, or quantized with scales that no checkpoint brings.
+#: vLLM's names for the KV caches whose scales follow our rules. The others are left alone.
 _FORMATS: Final = {
     "fp8": "fp8_e4m3",
     "fp8_e4m3": "fp8_e4m3",
@@ -38,29 +41,16 @@ _FORMATS: Final = {
     "nvfp4_4over6": "nvfp4",
 }
 
-_registered = False
-
 
 def register() -> None:
     """vLLM's entry point; called in every process, perhaps more than once. It never raises."""
-    global _registered
-    if _registered:
-        return
-    _registered = True
-    try:
-        _register()
-    except Exception:
-        logger.exception("kvcache_plugin could not register itself; vLLM goes on without it")
-
-
-def _register() -> None:
-    settings = read_settings()
     # vLLM shows the records of its own loggers alone: ours take its handlers and its level.
     logging.getLogger("kvcache_plugin").parent = logging.getLogger("vllm")
-    report_problems(settings)
-    if settings.mode == "off":
-        return
-    adapter = _Adapter(LoadGate("vLLM", settings.mode))
+    start("vLLM", _hook)
+
+
+def _hook(gate: LoadGate) -> None:
+    adapter = _Adapter(gate)
     for seam, fit in (
         (seams.VLLM_CONFIG, adapter.fit_config),
         (seams.VLLM_LAYER, adapter.fit_layers),
@@ -68,24 +58,22 @@ def _register() -> None:
         (seams.VLLM_MARKER, adapter.fit_marker),
     ):
         if seams.source_file(seam) is None:
-            _leave_out(seam, f"there is no module {seam.module}")
+            leave_out(gate.engine, seam, f"there is no module {seam.module}")
         else:
-            when_imported(seam.module, functools.partial(_fit_if_it_fits, seam, fit))
+            fit_it = functools.partial(_fit_if_it_fits, gate, seam, fit)
+            when_imported(
+                seam.module, functools.partial(gate.guarded, f"fitting {seam.path}", fit_it)
+            )
 
 
-def _leave_out(seam: Seam, problem: str) -> None:
-    logger.warning("kvcache_plugin leaves out a step of vLLM (it %s): %s", seam.purpose, problem)
-
-
-def _fit_if_it_fits(seam: Seam, fit: Callable[[ModuleType], None], module: ModuleType) -> None:
-    try:
-        problem = seams.check_module(seam, module)
-        if problem:
-            _leave_out(seam, problem)
-        else:
-            fit(module)
-    except Exception:
-        logger.exception("kvcache_plugin could not fit %s; vLLM goes on without it", seam.path)
+def _fit_if_it_fits(
+    gate: LoadGate, seam: Seam, fit: Callable[[ModuleType], None], module: ModuleType
+) -> None:
+    problem = seams.check_module(seam, module)
+    if problem:
+        leave_out(gate.engine, seam, problem)
+    else:
+        fit(module)
 
 
 class _Adapter:
@@ -105,7 +93,6 @@ class _Adapter:
     def fit_layers(self, module: ModuleType) -> None:
         """Wrap the method in every class that defines it, also in classes that come later."""
         base: Any = module.BaseKVCacheMethod
-        self._base_method = base
         own_init_subclass = vars(base).get("__init_subclass__")
 
         def init_subclass(cls: Any, /, **kwargs: Any) -> None:
@@ -121,6 +108,7 @@ class _Adapter:
             cls = waiting.pop()
             self._wrap_process(cls)
             waiting += cls.__subclasses__()
+        self._base_method = base
 
     def _wrap_process(self, cls: Any) -> None:
         original = vars(cls).get("process_weights_after_loading")
@@ -134,6 +122,7 @@ class _Adapter:
             run = functools.partial(original, method, layer, *args, **kwargs)
             return self._process(method, layer, run)
 
+        process_weights_after_loading.is_ours = True  # type: ignore[attr-defined]
         cls.process_weights_after_loading = process_weights_after_loading
 
     def fit_model(self, module: ModuleType) -> None:
@@ -144,27 +133,28 @@ class _Adapter:
         def process_weights_after_loading(
             model: Any, model_config: Any, target_device: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            with self._gate.model(self._loaded_layers(model, target_device)):
+            find = self._loaded_layers
+            layers = self._gate.guarded("looking for K/V scales", find, model, target_device)
+            with self._gate.model(layers or []):
                 return original(model, model_config, target_device, *args, **kwargs)
 
         for other in list(sys.modules.values()):
-            if getattr(other, "__name__", "").startswith("vllm."):
-                for name, value in list(vars(other).items()):
-                    if value is original:
-                        setattr(other, name, process_weights_after_loading)
+            for name, value in list(vars(other).items()):
+                if value is original:
+                    setattr(other, name, process_weights_after_loading)
 
     def fit_marker(self, module: ModuleType) -> None:
         """Mark scales as not loaded where vLLM starts from 1.0, which a checkpoint may bring."""
-        if self._base_method is None:
-            return  # nobody would turn the marker into 1.0 again
         cls: Any = module.CompressedTensorsKVCacheMethod
         original = cls.create_weights
 
         @functools.wraps(original)
         def create_weights(method: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
             original(method, layer, *args, **kwargs)
-            for side in _SIDES:
-                getattr(layer, f"{side}_scale").data.fill_(_UNSET)
+            # Only where we will see the layer again, and turn the marker into 1.0.
+            if getattr(method.process_weights_after_loading, "is_ours", False):
+                for side in _SIDES:
+                    getattr(layer, f"{side}_scale").data.fill_(UNSET)
 
         cls.create_weights = create_weights
 
@@ -173,53 +163,44 @@ class _Adapter:
     def _loaded_layers(
         self, model: Any, target_device: Any
     ) -> list[tuple[torch.nn.Module, LoadedScales]]:
-        layers = []
-        try:
-            for module in model.modules():
-                method = getattr(module, "quant_method", None)
-                if self._base_method is not None and isinstance(method, self._base_method):
-                    found = self._find(method, module, target_device)
-                    if found is not None:
-                        layers.append((module, found))
-        except Exception:
-            self._gate.failed("looking for K/V scales in the model")
-        return layers
+        base = self._base_method
+        if base is None:
+            return []
+        methods = ((module, getattr(module, "quant_method", None)) for module in model.modules())
+        found = (
+            (module, self._find(method, module, target_device))
+            for module, method in methods
+            if isinstance(method, base)
+        )
+        return [(module, scales) for module, scales in found if scales is not None]
 
     def _process(self, method: Any, layer: Any, run: Callable[[], Any]) -> Any:
         """Check one layer, let vLLM process it, and see that each of its copies has the result."""
         if id(layer) in self._processing:
-            return run()
+            return run()  # a subclass calls the method that it overrides
         self._processing.add(id(layer))
         try:
-            scales = self._scales(method, layer)
+            guarded = self._gate.guarded
+            scales = None
+            found = guarded("looking for the K/V scales of a layer", self._find, method, layer)
+            if found is not None:
+                scales = self._gate.layer(layer, found)
+            guarded("preparing the K/V scales of a layer", _prepare, layer, found, scales)
             result = run()
             if scales is not None:
-                self._write(layer, scales)
+                guarded("writing the K/V scales of a layer", _write, layer, scales)
+            self._gate.mark_processed(layer)
             return result
         finally:
             self._processing.discard(id(layer))
 
-    def _scales(self, method: Any, layer: Any) -> KVScales | None:
-        """The final scales, with the layer's raw ones made such that vLLM takes them."""
-        scales = None
-        try:
-            found = self._find(method, layer, None)
-        except Exception:
-            found = None
-            self._gate.failed("looking for the K/V scales of a layer")
-        if found is not None:
-            scales = self._gate.layer(layer, found)
-        try:
-            _present(layer, scales)
-        except Exception:
-            self._gate.failed("preparing the K/V scales of a layer")
-        return scales
-
-    def _find(self, method: Any, layer: Any, target_device: Any) -> LoadedScales | None:
+    def _find(self, method: Any, layer: Any, target_device: Any = None) -> LoadedScales | None:
         """The raw scales of a layer; ``None`` where there is nothing to check."""
         kv_format = _FORMATS.get(getattr(layer, "kv_cache_dtype", ""))
-        if kv_format is None or not hasattr(layer, "k_scale") or not self._from_checkpoint():
+        if kv_format is None or not hasattr(layer, "k_scale") or self._is_random(layer):
             return None
+        if layer.k_scale.is_meta:
+            return None  # the weights come processed from another process, which has checked them
         scheme = getattr(method.quant_config, "kv_cache_scheme", None) or {}
         per_head = scheme.get("strategy") == "attn_head"
         return LoadedScales(
@@ -232,44 +213,33 @@ class _Adapter:
             num_kv_heads=layer.num_kv_heads if per_head else None,
         )
 
-    def _from_checkpoint(self) -> bool:
-        """Whether the weights are a checkpoint's, and not the random ones of a dummy load."""
+    def _is_random(self, layer: Any) -> bool:
+        """Whether the weights are the random ones that a dummy load begins with.
+
+        Where it cannot be told they count as such: a random scale must not stop a load.
+        """
         if self._current_config is None:
-            return False  # it cannot be told, and a random scale must not stop a load
+            return True
         config = self._current_config()
-        return config is None or config.load_config.load_format != "dummy"
-
-    def _write(self, layer: Any, scales: KVScales) -> None:
-        try:
-            _write(layer, scales)
-        except Exception:
-            self._gate.failed("writing the K/V scales of a layer")
+        is_dummy = config is not None and config.load_config.load_format == "dummy"
+        return is_dummy and self._gate.is_first_time(layer)
 
 
-def _present(layer: Any, scales: KVScales | None) -> None:
+def _prepare(layer: Any, found: LoadedScales | None, scales: KVScales | None) -> None:
     """Leave raw scales on the layer that vLLM's own processing understands.
 
-    It reads a pair of which one is unset, or both are not positive, in ways of its own. A marker
-    of ours that no checkpoint has overwritten becomes vLLM's own default again.
+    A marker of ours that no checkpoint has overwritten becomes vLLM's own default again.
     """
-    if not hasattr(layer, "k_scale"):
-        return
-    k, v = layer.k_scale.data, layer.v_scale.data
-    if scales is not None and scales.k_source == "default":
-        k.fill_(_UNSET)
-        v.fill_(_UNSET)
-    elif scales is not None and scales.k_source == "duplicated":
-        k.copy_(v)
-    elif scales is not None and scales.v_source == "duplicated":
-        v.copy_(k)
+    if found is not None and scales is not None:
+        present(layer, found, scales)
     if _starts_from_one(layer):
-        for side in (k, v):
-            side[side == _UNSET] = 1.0
+        for parameter in (layer.k_scale, layer.v_scale):
+            parameter.data[parameter.data == UNSET] = 1.0
 
 
 def _starts_from_one(layer: Any) -> bool:
     """Whether vLLM's default for this layer's raw scales is 1.0 and not a marker."""
-    return hasattr(layer, "k_zero_point")
+    return hasattr(layer, "k_scale") and hasattr(layer, "k_zero_point")
 
 
 def _write(layer: Any, scales: KVScales) -> None:

@@ -21,6 +21,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from kvcache_plugin import Device, KVScaleError
 from kvcache_plugin.hosts import seams, sglang
+from kvcache_plugin.hosts.gate import LoadGate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -150,6 +151,44 @@ def test_fnuz_doubles_what_a_reload_brings() -> None:
 
 
 @pytest.mark.usefixtures("fnuz")
+def test_fnuz_doubles_what_a_reload_brings_even_if_it_is_what_stands_there() -> None:
+    """SGLang announces a reload, and the raw scales are put back for it."""
+    model = model_of({"attn": (0.05, None)})
+    layer: Any = model.attn
+    process(layer)
+    assert_scales(layer, 0.1, 0.1)
+    DefaultModelLoader.restore_weights_before_loading(model, CPU)
+    load(layer, 0.1, None)
+    assert_scales(layer, 0.2, 0.2)
+
+
+@pytest.mark.parametrize(("k", "v"), [(0.05, None), (None, None), (0.05, 0.06)])
+def test_a_reload_without_scales_keeps_them(k: float | None, v: float | None) -> None:
+    model = model_of({"attn": (k, v)})
+    layer: Any = model.attn
+    process(layer)
+    before = (layer.k_scale_float, layer.v_scale_float)
+    DefaultModelLoader.restore_weights_before_loading(model, CPU)
+    process(layer)
+    assert_scales(layer, *before)
+
+
+def test_a_corrupt_side_beside_one_that_stands_there_is_refused() -> None:
+    """An update in place, which SGLang does not announce."""
+    layer = new_layer()
+    load(layer, None, None)
+    with pytest.raises(KVScaleError, match=r"v_scale=-0\.3"):
+        load(layer, 1.0, -0.3)
+
+
+def test_a_new_side_beside_one_that_was_duplicated_is_served() -> None:
+    layer = new_layer()
+    load(layer, 0.05, None)
+    load(layer, 0.07, 0.05)
+    assert_scales(layer, 0.07, 0.05)
+
+
+@pytest.mark.usefixtures("fnuz")
 def test_fnuz_refuses_what_overflows_when_doubled() -> None:
     with pytest.raises(KVScaleError, match=r"fit in torch\.float32, got k_scale=6\.0000\d*e\+38"):
         load(new_layer(), 3e38, 1.0)
@@ -271,6 +310,15 @@ def test_random_weights_are_no_checkpoint(config: SimpleNamespace) -> None:
     assert layer.k_scale_float == pytest.approx(0.0005)
 
 
+def test_what_follows_a_dummy_load_is_checked(config: SimpleNamespace) -> None:
+    """Reinforcement learning begins with dummy weights, and loads real ones over them."""
+    config.load_format = "dummy"
+    layer = new_layer()
+    load(layer, 0.0005, 0.0007)
+    with pytest.raises(KVScaleError):
+        load(layer, float("nan"), 0.05)
+
+
 def test_a_failure_of_ours_does_not_stop_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -282,27 +330,63 @@ def test_a_failure_of_ours_does_not_stop_the_engine(
     load(layer, 0.05, 0.06)
     assert_scales(layer, 0.05, 0.06)
     (record,) = [r for r in caplog.records if r.levelno >= logging.ERROR]
-    assert f"layer {LAYER}" in record.getMessage()
     assert record.exc_info is not None
+    assert f"layer {LAYER}" in logging.Formatter().formatException(record.exc_info)
 
 
+WRAPPED = [seams.SGLANG_LAYER, seams.SGLANG_MODEL, seams.SGLANG_RESTORE, seams.SGLANG_FILE]
+NEEDED = [seams.SGLANG_HOOKS, seams.SGLANG_CONFIG]
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The targets that a registry without any hook gets from us."""
+    targets: list[str] = []
+
+    def register(cls: type, target: str, hook: Any, hook_type: Any) -> None:
+        targets.append(target)
+
+    monkeypatch.setattr(HookRegistry, "register", classmethod(register))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    return targets
+
+
+def test_every_seam_is_wrapped(registered: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    sglang._hook(LoadGate("SGLang", "strict"))
+    assert registered == [seam.path for seam in WRAPPED]
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("seam", [*WRAPPED, *NEEDED])
 def test_a_seam_with_another_signature_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    seam: seams.Seam,
+    registered: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def moved(model: Any, device: Any) -> None: ...
-
-    monkeypatch.setattr(DefaultModelLoader, "postprocess_weights", staticmethod(moved))
-    registered: list[str] = []
-    monkeypatch.setattr(
-        HookRegistry,
-        "register",
-        classmethod(lambda cls, target, hook, hook_type: registered.append(target)),
-    )
-    sglang._register()
-    assert registered == [seams.SGLANG_LAYER.path, seams.SGLANG_FILE.path]
+    """The others stay, unless they have nothing to stand on without it."""
+    owner: Any = importlib.import_module(seam.module)
+    *classes, function = seam.qualname.split(".")
+    for name in classes:
+        owner = getattr(owner, name)
+    monkeypatch.setattr(owner, function, lambda other, names: None)
+    sglang._hook(LoadGate("SGLang", "strict"))
+    kept = [] if seam in NEEDED else [other.path for other in WRAPPED if other is not seam]
+    assert registered == kept
     (record,) = caplog.records
-    assert seams.SGLANG_MODEL.path in record.getMessage()
-    assert "(model, device)" in record.getMessage()
+    assert f"{seam.path} has another signature: (other, names)" in record.getMessage()
+    assert seam.purpose in record.getMessage()
+
+
+def test_a_target_that_is_patched_already_is_left_out(
+    registered: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang would ignore our hook on it without a word."""
+    monkeypatch.setattr(HookRegistry, "_patched", {seams.SGLANG_LAYER.path})
+    sglang._hook(LoadGate("SGLang", "strict"))
+    assert seams.SGLANG_LAYER.path not in registered
+    (record,) = caplog.records
+    assert seams.SGLANG_LAYER.path in record.getMessage()
 
 
 def test_every_seam_fits_in_the_source_and_in_the_module() -> None:

@@ -6,6 +6,7 @@ hardware is put in place of the CPU where the plugin, and where vLLM, asks what 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 import sys
@@ -20,10 +21,12 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8KVCacheMethod
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.utils import _weights_pre_processed
 from vllm.platforms import current_platform
 
 from kvcache_plugin import Device, KVScaleError
 from kvcache_plugin.hosts import seams, vllm
+from kvcache_plugin.hosts.gate import LoadGate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -217,6 +220,17 @@ def test_random_weights_are_no_checkpoint(method: Any, monkeypatch: pytest.Monke
     assert layer._k_scale_float == pytest.approx(0.0005)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_what_follows_a_dummy_load_is_checked(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reinforcement learning begins with dummy weights, and loads real ones over them."""
+    config = SimpleNamespace(load_config=SimpleNamespace(load_format="dummy"))
+    monkeypatch.setattr("vllm.config.vllm._current_vllm_config", config)
+    layer = new_layer()
+    load(method(), layer, 0.0005, 0.0007)
+    with pytest.raises(KVScaleError):
+        load(method(), layer, float("nan"), 0.05)
+
+
 def test_a_class_that_comes_later_is_checked_once() -> None:
     calls = []
 
@@ -244,19 +258,76 @@ def test_a_failure_of_ours_does_not_stop_the_engine(
     load(base_method(), layer, 0.05, 0.06)
     assert_scales(layer, 0.05, 0.06)
     (record,) = [r for r in records if r.levelno >= logging.ERROR]
-    assert NAME in record.getMessage()
     assert record.exc_info is not None
+    assert NAME in logging.Formatter().formatException(record.exc_info)
 
 
-def test_a_seam_with_another_signature_is_left_out(records: list[logging.LogRecord]) -> None:
-    module = ModuleType(seams.VLLM_MODEL.module)
-    module.process_weights_after_loading = lambda model, target: None  # type: ignore[attr-defined]
+@pytest.mark.parametrize("seam", [s for s in seams.SEAMS if s.engine == "vllm"])
+def test_a_seam_with_another_signature_is_left_out(
+    seam: seams.Seam, records: list[logging.LogRecord]
+) -> None:
+    module = ModuleType(seam.module)
+    owner: Any = module
+    *classes, function = seam.qualname.split(".")
+    for name in classes:
+        setattr(owner, name, type(name, (), {}))
+        owner = getattr(owner, name)
+    setattr(owner, function, lambda other, names: None)
     fitted: list[ModuleType] = []
-    vllm._fit_if_it_fits(seams.VLLM_MODEL, fitted.append, module)
+    vllm._fit_if_it_fits(LoadGate("vLLM", "strict"), seam, fitted.append, module)
     assert fitted == []
     (record,) = records
-    assert seams.VLLM_MODEL.path in record.getMessage()
-    assert "(model, target)" in record.getMessage()
+    assert f"{seam.path} has another signature: (other, names)" in record.getMessage()
+    assert seam.purpose in record.getMessage()
+
+
+def test_a_seam_whose_module_is_gone_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, records: list[logging.LogRecord]
+) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(vllm, "when_imported", lambda name, then: waited.append(name))
+    gone = dataclasses.replace(seams.VLLM_MARKER, module="vllm.no.such.module")
+    monkeypatch.setattr(seams, "VLLM_MARKER", gone)
+    vllm._hook(LoadGate("vLLM", "strict"))
+    assert waited == [seams.VLLM_CONFIG.module, seams.VLLM_LAYER.module, seams.VLLM_MODEL.module]
+    (record,) = records
+    assert "there is no module vllm.no.such.module" in record.getMessage()
+
+
+def test_no_marker_where_another_plugin_has_replaced_the_method(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody would turn it into vLLM's 1.0 again."""
+    seen: list[float] = []
+
+    def process(method: Any, layer: Any) -> None:
+        seen.append(layer.k_scale.item())
+
+    monkeypatch.setattr(CompressedTensorsKVCacheMethod, "process_weights_after_loading", process)
+    load(compressed_tensors(), new_layer(), None, None)
+    assert seen == [1.0]
+
+
+def test_weights_that_come_processed_are_left_alone(records: list[logging.LogRecord]) -> None:
+    """vLLM's IPC loader leaves the parameters on the meta device."""
+    layer, method = new_layer(), base_method()
+    with torch.device("meta"):
+        method.create_weights(layer)
+    layer._k_scale.fill_(0.25)
+    token = _weights_pre_processed.set(True)
+    try:
+        method.process_weights_after_loading(layer)
+    finally:
+        _weights_pre_processed.reset(token)
+    assert_scales(layer, 0.25, 1.0)
+    assert records == []
+
+
+def test_processing_again_changes_nothing() -> None:
+    layer, method = new_layer(), base_method()
+    load(method, layer, 0.05, 0.06)
+    method.process_weights_after_loading(layer)
+    assert_scales(layer, 0.05, 0.06)
 
 
 def test_registering_again_changes_nothing() -> None:
