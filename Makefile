@@ -14,10 +14,12 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -m "not engine"
 
-# Starts the released vLLM and SGLang. The first run builds their environments, outside the
-# checkout: some minutes, and some 10 GB.
-engine-test: $(VENV)/ready
-	$(BIN)/python -m pytest -m engine
+# Starts the released vLLM and SGLang; with --jobs=2 side by side. The first run builds their
+# environments, outside the checkout: some minutes, and some 10 GB.
+engine-test: engine-test-vllm engine-test-sglang
+
+engine-test-%: $(VENV)/ready
+	$(BIN)/python -m pytest -m engine -k $*
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check

@@ -13,8 +13,11 @@ from kvcache_plugin.arguments import (
     check_quantized,
     check_tensor,
     dtype_names,
+    kind_of,
     out_buffers,
     scale_tensor,
+    values_shape,
+    wrong_result,
 )
 from kvcache_plugin.device import Device
 from kvcache_plugin.errors import KVCacheError, KVQuantizeError, KVScaleError
@@ -69,18 +72,23 @@ def validate_kv_scales(
     kv_format = _format_of(kv_cache_dtype, hardware, partial(KVScaleError, layer=layer))
     site = ScaleSite(kv_format, layer, granularity, num_kv_heads)
     scales = resolve_scales(k_scale, v_scale, site)
-    converted = get_manager().call(
-        "validate_kv_scales",
-        hardware,
-        kv_format.name,
-        scales=scales,
-        kv_cache_dtype=kv_format.name,
-        device=hardware,
-        layer=layer,
-    )
+    try:
+        converted = get_manager().call(
+            "validate_kv_scales",
+            hardware,
+            kv_format.name,
+            scales=scales,
+            kv_cache_dtype=kv_format.name,
+            device=hardware,
+            layer=layer,
+        )
+    except KVScaleError as error:
+        if layer and not error.layer:  # an implementation that left it to us
+            raise KVScaleError(error.problem, layer=layer, remedy=error.remedy) from error
+        raise
     if not isinstance(converted, KVScales) or _head_shape(converted) != _head_shape(scales):
-        expected = "KVScales of the granularity that it was given"
-        raise _wrong_answer("validate_kv_scales", hardware, kv_format.name, expected, converted)
+        problem = f"{kind_of(converted)} instead of KVScales of the granularity that it was given"
+        raise _wrong_answer("validate_kv_scales", hardware, kv_format.name, problem)
     return serve_scales(converted, site)
 
 
@@ -101,8 +109,9 @@ def quantize_kv(
         not read here, so that a CUDA graph can be captured around the call.
     :param kv_cache_dtype: ``"fp8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"fp8_e4m3fnuz"``,
         ``"nvfp4"``, or a format that a plugin adds. On FNUZ GPUs ``fp8_e4m3`` is ``fp8_e4m3fnuz``.
-    :param out: buffers to fill: ``data`` for FP8, ``(data, block_scales)`` for NVFP4, or an earlier
-        result to write over.
+    :param out: buffers to fill, which share no memory with the tensor: ``data`` for FP8,
+        ``(data, block_scales)`` for NVFP4, or an earlier result to write over; of the two only the
+        new result is valid then.
     :raises KVQuantizeError: for a tensor, scale, format or buffer that does not fit.
     :raises NoImplementationError: when no implementation serves the device and format.
     """
@@ -112,7 +121,8 @@ def quantize_kv(
     kv_format = _format_of(kv_cache_dtype, device, KVQuantizeError)
     check_tensor(tensor, kv_format)
     multiplier = scale_tensor(scale, tensor, kv_format)
-    result = get_manager().call(
+    buffers = None if out is None else out_buffers(out, tensor, kv_format)
+    result: QuantizedKV = get_manager().call(
         "quantize_kv",
         device,
         kv_format.name,
@@ -120,10 +130,11 @@ def quantize_kv(
         scale=multiplier,
         kv_cache_dtype=kv_format.name,
         device=device,
-        out=None if out is None else out_buffers(out, tensor, kv_format),
+        out=buffers,
     )
-    if not isinstance(result, QuantizedKV):
-        raise _wrong_answer("quantize_kv", device, kv_format.name, "QuantizedKV", result)
+    problem = wrong_result(result, tensor, kv_format, buffers)
+    if problem:
+        raise _wrong_answer("quantize_kv", device, kv_format.name, problem)
     return result
 
 
@@ -144,11 +155,16 @@ def dequantize_kv(quantized: QuantizedKV, *, dtype: torch.dtype = torch.bfloat16
     kv_format = _format_of(quantized.kv_cache_dtype, None, KVQuantizeError)
     check_quantized(quantized, kv_format)
     device = Device.of(quantized.data.device)
-    result = get_manager().call(
+    result: torch.Tensor = get_manager().call(
         "dequantize_kv", device, kv_format.name, quantized=quantized, dtype=dtype, device=device
     )
-    if not isinstance(result, torch.Tensor):
-        raise _wrong_answer("dequantize_kv", device, kv_format.name, "a tensor", result)
+    shape = values_shape(quantized.data, kv_format)
+    if not isinstance(result, torch.Tensor) or (tuple(result.shape), result.dtype) != (
+        shape,
+        dtype,
+    ):
+        problem = f"{kind_of(result)} instead of a tensor of {dtype} with shape {shape}"
+        raise _wrong_answer("dequantize_kv", device, kv_format.name, problem)
     return result
 
 
@@ -197,11 +213,10 @@ def _format_of(
 
 
 def _wrong_answer(
-    hook: HookName, device: Device, kv_cache_dtype: str, expected: str, answer: object
+    hook: HookName, device: Device, kv_cache_dtype: str, problem: str
 ) -> KVCacheError:
     return KVCacheError(
-        f"{hook} of {kv_cache_dtype} on {device} must answer with {expected}, got "
-        f"{type(answer).__name__}; mend implementation "
+        f"{hook} of {kv_cache_dtype} on {device} answered with {problem}; mend implementation "
         f"{get_manager().answering(hook, device, kv_cache_dtype)}"
     )
 

@@ -8,7 +8,7 @@ import torch
 
 from kvcache_plugin.errors import KVQuantizeError
 from kvcache_plugin.quantized import OutBuffers, QuantizedKV
-from kvcache_plugin.scales import as_float, holds_numbers
+from kvcache_plugin.scales import as_float, describe, holds_numbers, is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +22,11 @@ _FLOAT32_UNDERFLOW: Final = 2.0**-150
 
 
 def check_tensor(tensor: torch.Tensor, kv_format: KVFormat) -> None:
+    if not is_plain(tensor):
+        raise KVQuantizeError(
+            f"K or V must be a plain tensor to be quantized to {kv_format.name}, got "
+            f"{describe(tensor)}; make it dense"
+        )
     if tensor.dtype not in VALUE_DTYPES:
         raise KVQuantizeError(
             f"K or V must be {dtype_names(VALUE_DTYPES)} to be quantized to {kv_format.name}, got "
@@ -68,10 +73,10 @@ def _checked_scale_tensor(
             f"{name} tensor must already be on the KV tensor device. It is on {scale.device}, K or "
             f"V is on {tensor.device}; move it once, when the model is loaded"
         )
-    if not holds_numbers(scale.dtype):
+    if not holds_numbers(scale.dtype) or not is_plain(scale):
         raise KVQuantizeError(
-            f"{name} tensor must have a floating-point dtype, got {scale.dtype}; take scales from "
-            "validate_kv_scales"
+            f"{name} tensor must have a floating-point dtype and a plain layout, got "
+            f"{describe(scale)}; take scales from validate_kv_scales"
         )
     if scale.numel() == 1:
         return scale.detach().to(torch.float32).reshape(1)
@@ -115,7 +120,7 @@ def check_quantized(quantized: QuantizedKV, kv_format: KVFormat) -> None:
             )
     if data.dim() == 0:
         raise KVQuantizeError("quantized K or V has shape [..., head_dim], got data of shape ()")
-    shape = (*data.shape[:-1], data.shape[-1] * kv_format.values_per_element)
+    shape = values_shape(data, kv_format)
     if shape[-1] % kv_format.head_dim_multiple:
         raise KVQuantizeError(
             f"{kv_format.name} has a head_dim that is a multiple of {kv_format.head_dim_multiple}, "
@@ -134,6 +139,44 @@ def check_quantized(quantized: QuantizedKV, kv_format: KVFormat) -> None:
             f"the scale of quantized K or V has shape (1,) or one for each head, got "
             f"{tuple(scale.shape)} for data of shape {tuple(data.shape)}"
         )
+
+
+def values_shape(data: torch.Tensor, kv_format: KVFormat) -> tuple[int, ...]:
+    """Shape of the values whose codes these are."""
+    return (*data.shape[:-1], data.shape[-1] * kv_format.values_per_element)
+
+
+def wrong_result(
+    result: object, tensor: torch.Tensor, kv_format: KVFormat, buffers: OutBuffers | None
+) -> str:
+    """What is wrong with what an implementation made of K or V; empty when nothing is.
+
+    Only what costs no look at a value: a result that is not in the caller's buffers, or has another
+    layout, would be read as garbage later.
+    """
+    if not isinstance(result, QuantizedKV):
+        return f"{kind_of(result)} instead of QuantizedKV"
+    if result.kv_cache_dtype != kv_format.name:
+        return f"codes of {result.kv_cache_dtype!r}"
+    is_own = buffers is not None and (
+        result.data is not buffers.data or result.block_scales is not buffers.block_scales
+    )
+    if is_own:
+        return "buffers of its own instead of those that it was given"
+    expected = (kv_format.data_shape(tensor.shape), kv_format.block_scales_shape(tensor.shape))
+    scales = result.block_scales
+    shapes = (tuple(result.data.shape), None if scales is None else tuple(scales.shape))
+    if shapes != expected or result.data.dtype != kv_format.torch_dtype:
+        return (
+            f"data and block scales of shapes {shapes}, data {result.data.dtype}, instead of "
+            f"{expected}, data {kv_format.torch_dtype}"
+        )
+    return ""
+
+
+def kind_of(answer: object) -> str:
+    """What an implementation answered with, for a message."""
+    return describe(answer) if isinstance(answer, torch.Tensor) else type(answer).__name__
 
 
 def _check_layout(
@@ -170,6 +213,8 @@ def _check_buffer(
         raise KVQuantizeError(
             f"{what} must be a tensor of {dtype} with shape {shape}, got {type(buffer).__name__}"
         )
+    if not is_plain(buffer):
+        raise KVQuantizeError(f"{what} must be a plain tensor, got {describe(buffer)}")
     if (tuple(buffer.shape), buffer.dtype, buffer.device) != (shape, dtype, device):
         raise KVQuantizeError(
             f"{what} must be {dtype} with shape {shape} on {device}, got {buffer.dtype} with shape "

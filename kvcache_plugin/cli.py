@@ -7,8 +7,11 @@ torch is imported by the commands that need it, so that ``--help`` answers at on
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import math
+import os
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
@@ -27,12 +30,19 @@ MISUSED: Final = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without our characters
     arguments = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
-        return command(arguments)
+        status = command(arguments)
+        sys.stdout.flush()
     except KVCacheError as error:
         return _say(error, WRONG)
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return WRONG
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     explain = add(
         "explain", _explain, "Say which implementation serves a device and format, and why."
     )
-    explain.add_argument("--device", required=True, help="cpu, sm_90, gfx942, cuda:0 …")
-    explain.add_argument("--kv-cache-dtype", required=True, help="fp8, fp8_e5m2, nvfp4 …")
+    explain.add_argument("--device", required=True, help="cpu, sm_90, gfx942, cuda:0 ...")
+    explain.add_argument("--kv-cache-dtype", required=True, help="fp8, fp8_e5m2, nvfp4 ...")
     add("doctor", _doctor, "Find out whether the plugin works with the engines installed here.")
     add("demo", _demo, "See a corrupt scale refused, and K/V quantized in every format.")
     return parser
@@ -63,7 +73,8 @@ _DESCRIPTION: Final = "Checks and quantizes the KV caches of vLLM and SGLang."
 def _plugins(arguments: argparse.Namespace) -> int:
     from kvcache_plugin.manager import get_manager
 
-    found = get_manager().implementations
+    with _output_aside():
+        found = get_manager().implementations
     if arguments.json:
         _print_json([asdict(implementation) for implementation in found])
     else:
@@ -78,7 +89,8 @@ def _explain(arguments: argparse.Namespace) -> int:
     from kvcache_plugin.api import explain
 
     try:
-        rows = explain(arguments.device, arguments.kv_cache_dtype)
+        with _output_aside():
+            rows = explain(arguments.device, arguments.kv_cache_dtype)
     except KVCacheError as error:  # a device or a format that nobody knows
         return _say(error, MISUSED)
     if arguments.json:
@@ -97,7 +109,8 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from kvcache_plugin.doctor import examine, switches
 
-    found = examine()
+    with _output_aside():
+        found = examine()
     if arguments.json:
         _print_json(
             {
@@ -134,7 +147,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     from kvcache_plugin import demo
 
-    result = demo.run()
+    with _output_aside():
+        result = demo.run()
     if arguments.json:
         # NaN is what the demo is about, and JSON has none: it becomes null.
         layers = [
@@ -169,6 +183,11 @@ def _demo(arguments: argparse.Namespace) -> int:
             ],
         )
     return FINE if result.succeeded else WRONG
+
+
+def _output_aside() -> contextlib.AbstractContextManager[object]:
+    """What other packages print while they are imported must not mix with ours."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def _say(error: KVCacheError, status: int) -> int:

@@ -16,7 +16,8 @@ from kvcache_plugin.errors import KVCacheError
 if TYPE_CHECKING:
     import torch
 
-_CUDA_ARCH = re.compile(r"sm_?(?P<major>\d+)(?P<minor>\d)[af]?")
+_CUDA_ARCH = re.compile(r"sm_?(?P<major>[0-9]+)(?P<minor>[0-9])[af]?")
+_FNUZ_ARCHS = ("gfx940", "gfx941", "gfx942")
 _ROCM_ARCH = re.compile(r"(?P<arch>gfx[0-9a-f]{3,})(:.*)?")
 
 
@@ -42,7 +43,7 @@ class Device:
 
         gfx950 and gfx12xx use the OCP formats.
         """
-        return self.kind == "rocm" and self.arch.startswith("gfx94")
+        return self.kind == "rocm" and self.arch in _FNUZ_ARCHS
 
     @classmethod
     def of(cls, x: Device | torch.device | torch.Tensor | str) -> Device:
@@ -72,6 +73,8 @@ class Device:
 
         :raises KVCacheError: for a name that is unknown, or a GPU that this machine does not have.
         """
+        if not isinstance(name, str):
+            raise KVCacheError(f"a device's name is a string, got {name!r}; {_KNOWN_NAMES}")
         text = name.strip().lower()
         if text == "cpu":
             return cls("cpu")

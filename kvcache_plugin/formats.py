@@ -48,12 +48,19 @@ class KVFormat:
     def __post_init__(self) -> None:
         if not self.name or self.name != self.name.strip().lower():
             raise ValueError(f"a format's name is lower case and not empty, got {self.name!r}")
-        if not self.largest > 0:
-            raise ValueError(f"{self.name}: largest must be positive, got {self.largest!r}")
-        if self.values_per_element < 1:
+        if not 0 < self.largest < float("inf"):
             raise ValueError(
-                f"{self.name}: values_per_element must be at least 1, got {self.values_per_element}"
+                f"{self.name}: largest must be positive and finite, got {self.largest!r}"
             )
+        for name, count in (
+            ("values_per_element", self.values_per_element),
+            ("block_size", self.values_per_element if self.block_size is None else self.block_size),
+        ):
+            if not isinstance(count, int) or count < 1 or count % self.values_per_element:
+                raise ValueError(
+                    f"{self.name}: {name} must be a positive multiple of values_per_element, "
+                    f"got {count!r}"
+                )
         if (self.block_size is None) != (self.block_scale_dtype is None):
             raise ValueError(
                 f"{self.name}: block_size and block_scale_dtype go together, got "
@@ -69,6 +76,17 @@ class KVFormat:
     def torch_block_scale_dtype(self) -> torch.dtype | None:
         """The torch dtype of ``block_scales``, ``None`` where the format has none."""
         return None if self.block_scale_dtype is None else _torch_dtype(self.block_scale_dtype)
+
+    def check_dtypes(self) -> None:
+        """See that torch has the dtypes.
+
+        :raises ValueError: for a dtype that the installed torch does not know.
+        """
+        for name in filter(None, (self.data_dtype, self.block_scale_dtype)):
+            try:
+                _torch_dtype(name)
+            except AttributeError as error:
+                raise ValueError(f"{self.name}: torch has no dtype {name!r}") from error
 
     @property
     def head_dim_multiple(self) -> int:
@@ -87,8 +105,7 @@ class KVFormat:
 def _torch_dtype(name: str) -> torch.dtype:
     import torch
 
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 

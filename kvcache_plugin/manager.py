@@ -17,19 +17,15 @@ from kvcache_plugin import __version__, formats
 from kvcache_plugin.errors import KVCacheError, NoImplementationError, add_note
 from kvcache_plugin.plugins import (
     FORMATS,
-    KNOWN_HOOKS,
     SELECTED_HOOKS,
     SUPPORTS,
     BrokenPluginError,
     call_order,
     check_plugin,
-    distribution_of,
-    implementers,
+    find_entry_points,
     new_plugin_manager,
     one_line,
     raised_by,
-    sorted_entry_points,
-    summary_of,
     wraps,
 )
 from kvcache_plugin.settings import BLOCK, read_settings, report_problems
@@ -137,8 +133,8 @@ class Manager:
             for name in BUILT_IN:
                 load = partial(importlib.import_module, f"{__package__}.hardware.{name}")
                 self._try(name, OWN_DISTRIBUTION, load)
-            for entry_point in sorted_entry_points():
-                self._try(entry_point.name, distribution_of(entry_point), entry_point.load)
+            for distribution, entry_point in find_entry_points():
+                self._try(entry_point.name, distribution, entry_point.load)
             if self.block_problem:
                 logger.warning("%s", self.block_problem)
 
@@ -158,7 +154,7 @@ class Manager:
 
         :raises KVCacheError: for a plugin that is broken, or a name that is taken.
         """
-        name = name or self._plugins.get_canonical_name(plugin)
+        name = self._plugins.get_canonical_name(plugin) if name is None else name
         with self._lock:
             try:
                 self._admit(plugin, name, "registered at run time")
@@ -171,14 +167,14 @@ class Manager:
         :raises KVCacheError: for a plugin that is not registered.
         """
         with self._lock:
-            name = self._plugins.get_name(plugin)
+            name = self._name_of(plugin)
             if name is None:
                 raise KVCacheError(
                     f"{plugin!r} is not registered; the implementations are "
                     f"{', '.join(name for name, _ in self._plugins.list_name_plugin())}"
                 )
             self._found.remove(self._loaded(name))
-            self._plugins.unregister(plugin)
+            self._plugins.unregister(name=name)
             for kv_format in self._added_formats.pop(name):
                 del self._formats[kv_format.name]
             self._selections.clear()
@@ -201,7 +197,9 @@ class Manager:
         try:
             try:
                 plugin = load()
-            except (Exception, SystemExit) as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 raise BrokenPluginError(f"it cannot be imported: {one_line(error)}") from error
             self._admit(plugin, name, distribution)
         except BrokenPluginError as broken:
@@ -210,32 +208,34 @@ class Manager:
             self._found.append(found)
 
     def _admit(self, plugin: object, name: str, distribution: str) -> None:
-        new_formats = self._check(plugin, name)
-        self._plugins.register(plugin, name)
-        self._formats.update((kv_format.name, kv_format) for kv_format in new_formats)
-        self._added_formats[name] = new_formats
-        hooks = tuple(hook for hook in KNOWN_HOOKS if name in implementers(self._plugins, hook))
-        self._found.append(Implementation(name, distribution, hooks, summary_of(plugin)))
-        self._selections.clear()
-
-    def _check(self, plugin: object, name: str) -> tuple[KVFormat, ...]:
-        """The formats that a plugin adds, when it is sound and collides with no other."""
+        hooks, summary, new_formats = check_plugin(plugin, name)
         if self._plugins.has_plugin(name):
             taken = self._loaded(name).distribution
             raise BrokenPluginError(f"the name is taken by {taken}; choose another")
-        new_formats = check_plugin(plugin, name)
-        if self._plugins.is_registered(plugin):
-            known_as = self._plugins.get_name(plugin)
+        known_as = self._name_of(plugin)
+        if known_as is not None:
             raise BrokenPluginError(f"it is registered already, as {known_as!r}")
         names = [*self._formats, *formats.ALIASES, *(f.name for f in new_formats)]
         for kv_format in new_formats:
             if names.count(kv_format.name) > 1:
                 raise BrokenPluginError(f"its format {kv_format.name!r} has a name that is taken")
-        return new_formats
+        try:
+            self._plugins.register(plugin, name)
+        except ValueError as error:  # it equals another plugin
+            raise BrokenPluginError(one_line(error)) from error
+        self._formats.update((kv_format.name, kv_format) for kv_format in new_formats)
+        self._added_formats[name] = new_formats
+        self._found.append(Implementation(name, distribution, hooks, summary))
+        self._selections.clear()
+
+    def _name_of(self, plugin: object) -> str | None:
+        """The name of this very object; an object that equals it is another plugin."""
+        return next((name for name, p in self._plugins.list_name_plugin() if p is plugin), None)
 
     def _loaded(self, name: str) -> Implementation:
         """The record of a plugin that takes part; one that is left out may have the same name."""
-        return next(found for found in self._found if found.name == name and not found.left_out)
+        loaded = (found for found in self._found if found.name == name and not found.left_out)
+        return next(loaded, Implementation(name, "not registered any more"))
 
     # Formats
 
@@ -273,14 +273,19 @@ class Manager:
             raise
         if result is None:
             nobody = not selection.callables(hook)
-            what = "no implementation serves this" if nobody else "every implementation passed"
+            what = (
+                "no implementation serves this"
+                if nobody
+                else "each implementation passed, or a wrapper kept its result"
+            )
             raise self._none(hook, device, kv_cache_dtype, what)
         return result
 
     def answering(self, hook: HookName, device: Device, kv_cache_dtype: str) -> str:
-        """The implementations that a result of the hook can come from, for a message."""
-        selection = self._select((device, kv_cache_dtype))
-        return " or ".join(str(self._loaded(name)) for name in selection.callables(hook))
+        """The plugins that a result of the hook can come from, wrappers too, for a message."""
+        plugins = self._select((device, kv_cache_dtype)).plugins
+        names = [impl.plugin_name for impl in call_order(plugins, hook)]
+        return " or ".join(str(self._loaded(name)) for name in names)
 
     def explain(self, device: Device, kv_cache_dtype: str) -> tuple[Explanation, ...]:
         """Every implementation in call order: what it is chosen for, and why or why not."""
@@ -303,8 +308,8 @@ class Manager:
             elif hook in found.hooks:
                 reasons.append(f"wraps {hook}")
         if chosen_for:
-            reasons.insert(0, found.summary)
-        reason = "; ".join(filter(None, reasons))
+            reasons.insert(0, found.summary or "says that it serves this")
+        reason = "; ".join(reasons)
         return Explanation(
             found.name,
             found.distribution,
@@ -332,7 +337,9 @@ class Manager:
         asked = self._only(lambda other: other == name or other in wrappers)
         try:
             answers = asked.hook.supports_kv(device=device, kv_cache_dtype=kv_cache_dtype)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             logger.warning(
                 "implementation %s is left out for %s on %s: its supports_kv raised %s",
                 self._loaded(name),
@@ -342,7 +349,8 @@ class Manager:
                 exc_info=error,
             )
             return f"its supports_kv raised {one_line(error)}"
-        answer = answers[0] if answers else None
+        # A list of one, unless a wrapper has made something else of it.
+        answer = answers[0] if isinstance(answers, list) and answers else (answers or None)
         if answer is True:
             return ""
         if isinstance(answer, str) and answer:

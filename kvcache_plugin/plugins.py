@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import traceback
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from typing import Final, Literal, TypeAlias
 
 import pluggy
 
 from kvcache_plugin import hookspecs
 from kvcache_plugin.formats import KVFormat
+
+logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP: Final = hookspecs.PROJECT_NAME
 
@@ -35,12 +38,14 @@ def new_plugin_manager() -> pluggy.PluginManager:
     return plugins
 
 
-def check_plugin(plugin: object, name: str) -> tuple[KVFormat, ...]:
+def check_plugin(plugin: object, name: object) -> tuple[tuple[str, ...], str, tuple[KVFormat, ...]]:
     """Try a plugin on a manager of its own, where a broken one can do no harm.
 
-    :returns: the formats that it adds.
+    :returns: the hooks that it implements, its summary, and the formats that it adds.
     :raises BrokenPluginError: with the reason why it cannot take part.
     """
+    if not isinstance(name, str):
+        raise BrokenPluginError(f"its name must be a string, got {name!r}")
     if isinstance(plugin, type):
         raise BrokenPluginError(f"{plugin.__name__} is a class; give a module or an instance")
     trial = new_plugin_manager()
@@ -48,25 +53,48 @@ def check_plugin(plugin: object, name: str) -> tuple[KVFormat, ...]:
         hash(plugin)
         trial.register(plugin, name)
         trial.check_pending()
-        new_formats = _formats_of(trial)
-    except Exception as error:
+        hooks = tuple(hook for hook in KNOWN_HOOKS if implementers(trial, hook))
+        summary, new_formats = _summary_of(plugin), _formats_of(trial)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise BrokenPluginError(one_line(error)) from error
-    if not any(implementers(trial, hook) for hook in KNOWN_HOOKS):
+    if not hooks:
         raise BrokenPluginError(
             "it implements no hook; mark its functions with kvcache_plugin.hookimpl"
         )
-    return new_formats
+    return hooks, summary, new_formats
 
 
-def sorted_entry_points() -> list[EntryPoint]:
-    """The group's entry points in an order that does not depend on ``sys.path``."""
-    found = entry_points(group=ENTRY_POINT_GROUP)
-    return sorted(found, key=lambda entry_point: (distribution_of(entry_point), entry_point.name))
+def find_entry_points() -> list[tuple[str, EntryPoint]]:
+    """The group's entry points, each with its distribution, in the order of those names.
+
+    A distribution whose metadata cannot be read is left out with a warning.
+    """
+    try:
+        found = list(entry_points(group=ENTRY_POINT_GROUP))
+    except Exception:  # one of all that are installed: look at each by itself
+        found = [entry_point for dist in distributions() for entry_point in _entry_points_of(dist)]
+    labelled = [(_label(entry_point), entry_point) for entry_point in found]
+    return sorted(labelled, key=lambda pair: (pair[0], pair[1].name))
 
 
-def distribution_of(entry_point: EntryPoint) -> str:
-    dist = entry_point.dist
-    return f"{dist.name} {dist.version}" if dist else f"the module {entry_point.value}"
+def _entry_points_of(dist: Distribution) -> list[EntryPoint]:
+    try:
+        return [point for point in dist.entry_points if point.group == ENTRY_POINT_GROUP]
+    except Exception as error:
+        logger.warning("the entry points of %s cannot be read: %s", dist, one_line(error))
+        return []
+
+
+def _label(entry_point: EntryPoint) -> str:
+    """Name and version of the distribution, or what else is known of where it comes from."""
+    try:
+        dist = entry_point.dist
+        name, version = (dist.name, dist.version) if dist else (None, None)
+    except Exception:  # metadata that cannot be read
+        name, version = None, None
+    return f"{name} {version}" if name else f"the module {entry_point.value}"
 
 
 def implementers(plugins: pluggy.PluginManager, hook: str) -> list[str]:
@@ -88,6 +116,7 @@ def _formats_of(plugins: pluggy.PluginManager) -> tuple[KVFormat, ...]:
     for kv_format in found:
         if not isinstance(kv_format, KVFormat):
             raise TypeError(f"kv_formats gives KVFormat objects, got {kv_format!r}")
+        kv_format.check_dtypes()
     return found
 
 
@@ -104,7 +133,7 @@ def raised_by(error: BaseException, caller: pluggy.HookCaller) -> str:
     return name
 
 
-def summary_of(plugin: object) -> str:
+def _summary_of(plugin: object) -> str:
     doc = inspect.getdoc(plugin) or ""
     return doc.splitlines()[0].rstrip(".") if doc else ""
 

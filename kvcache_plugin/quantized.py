@@ -16,7 +16,8 @@ class QuantizedKV:
     :param data: the codes. FP8: the format's torch dtype, ``[..., head_dim]``. NVFP4: uint8,
         ``[..., head_dim / 2]``, the even element in the low nibble.
     :param block_scales: NVFP4: float8_e4m3fn, ``[..., head_dim / 16]``, linear. Else ``None``.
-    :param scale: dequantization multiplier, float32 on the same device, ``[1]`` or ``[H]``.
+    :param scale: dequantization multiplier, float32 on the same device, ``[1]`` or ``[H]``. It
+        shares memory with the caller's scale where that is a float32 tensor.
     :param kv_cache_dtype: the format of the codes, ``"fp8_e4m3"`` for instance.
     """
 

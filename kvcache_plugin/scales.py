@@ -182,7 +182,19 @@ def as_float(number: object) -> float | None:
     try:
         return float(number)
     except OverflowError:  # an integer beyond float64
-        return math.inf
+        return math.inf if number > 0 else -math.inf  # type: ignore[operator]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is an ordinary array in memory: not sparse, and not nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Dtype, shape and, where it is special, layout of a tensor, for a message."""
+    shape = "nested" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
+    layout = "" if tensor.layout is torch.strided else f" in layout {tensor.layout}"
+    return f"{tensor.dtype} of {shape}{layout}"
 
 
 def holds_numbers(dtype: torch.dtype) -> bool:
@@ -195,11 +207,8 @@ def _read(name: str, scale: object, site: ScaleSite) -> torch.Tensor | None:
     if scale is None:
         return None
     if isinstance(scale, torch.Tensor):
-        if not holds_numbers(scale.dtype):
-            raise site.error(
-                f"{name} must be a floating-point tensor, got {scale.dtype} of shape "
-                f"{tuple(scale.shape)}"
-            )
+        if not holds_numbers(scale.dtype) or not is_plain(scale):
+            raise site.error(f"{name} must be a plain floating-point tensor, got {describe(scale)}")
         if scale.is_meta:
             raise site.error(
                 f"{name} is on the meta device and has no value, shape {tuple(scale.shape)}",
@@ -343,7 +352,7 @@ def _show(scale: torch.Tensor | None) -> str:
         return repr(float(scale.item()))
     values = [repr(value) for value in scale.tolist()]
     if len(values) > _MOST_VALUES_SHOWN:
-        values[_MOST_VALUES_SHOWN:] = [f"… {len(values)} heads"]
+        values[_MOST_VALUES_SHOWN:] = [f"... {len(values)} heads"]
     return f"[{', '.join(values)}]"
 
 

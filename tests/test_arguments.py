@@ -621,3 +621,32 @@ def test_dequantizing_reads_no_value(name: str) -> None:
     with Watch() as watch:
         kv.dequantize_kv(quantized, dtype=torch.float32)
     assert watch.seen
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize(
+    "special",
+    [
+        lambda: torch.ones(4, 64).to_sparse(),
+        lambda: torch.ones(4, 64).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(2, 64), torch.ones(3, 64)]),
+    ],
+    ids=["sparse", "sparse csr", "nested"],
+)
+def test_tensors_of_a_special_layout_are_refused(special: Callable[[], torch.Tensor]) -> None:
+    with pytest.raises(kv.KVQuantizeError, match="must be a plain tensor"):
+        kv.quantize_kv(special(), 0.5, "fp8")
+
+
+def test_scales_of_a_special_layout_are_refused() -> None:
+    sparse = torch.ones(1).to_sparse()
+    with pytest.raises(kv.KVQuantizeError, match=r"plain layout, got .*sparse"):
+        kv.quantize_kv(torch.ones(4, 64), sparse, "fp8")
+    with pytest.raises(kv.KVScaleError, match=r"k_scale must be a plain .*sparse"):
+        kv.validate_kv_scales(sparse, 1.0, kv_cache_dtype="fp8")
+
+
+def test_buffers_of_a_special_layout_are_refused() -> None:
+    out = torch.zeros(4, 64).to_sparse()
+    with pytest.raises(kv.KVQuantizeError, match="out: data must be a plain tensor"):
+        kv.quantize_kv(torch.ones(4, 64), 0.5, "fp8", out=out)

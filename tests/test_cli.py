@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -174,6 +175,41 @@ def test_demo_refuses_the_corrupt_layer_and_no_other(capsys: pytest.CaptureFixtu
     assert trips["nvfp4"]["bits_per_value"] == 4.5
 
 
+def test_demo_without_an_implementation_is_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCACHE_PLUGIN_BLOCK", "cpu_reference")
+    assert cli.main(["demo"]) == cli.WRONG
+    assert "no implementation serves this" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["plugins"], ["explain", "--help"], ["doctor"]])
+def test_a_terminal_without_our_characters_gets_something(arguments: list[str]) -> None:
+    done = in_a_process("-m", "kvcache_plugin", *arguments, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m kvcache_plugin demo | true"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
+def test_what_others_print_does_not_mix_with_ours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        manager.Manager, "discover", lambda self: print("a banner of another package")
+    )
+    status, found = run_json(capsys, "plugins")
+    assert (status, found) == (cli.FINE, [])
+
+
 def test_demo_says_it_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo"]) == cli.FINE
     printed = capsys.readouterr().out
@@ -301,6 +337,64 @@ class TestDoctor:
         assert status == (cli.FINE if loads else cli.WRONG)
         assert len(problems) == (0 if loads else 1)
         assert all("VLLM_PLUGINS" in problem for problem in problems)
+
+    @pytest.mark.parametrize(
+        "content",
+        [b"def f(:\n", b"\x00", b"\xef\xbb\xbf", b"# coding: latin-1\n# \xe9\n", b"\xff\n"],
+        ids=["syntax", "null", "byte order mark", "latin-1", "no encoding"],
+    )
+    def test_a_source_that_cannot_be_read_is_a_problem(
+        self, vllm: Any, capsys: pytest.CaptureFixture[str], content: bytes
+    ) -> None:
+        seam_file(vllm, seams.VLLM_MODEL).write_bytes(content)
+        status, (problem,) = self.problems(capsys)
+        assert status == cli.WRONG
+        assert seams.VLLM_MODEL.path in problem
+
+    @pytest.mark.parametrize(
+        ("source", "fits"),
+        [
+            ("if True:\n    def process_weights_after_loading({}): ...\n", True),
+            (
+                "try:\n    pass\nexcept OSError:\n    pass\nelse:\n"
+                "    def process_weights_after_loading({}): ...\n",
+                True,
+            ),
+            ("async def process_weights_after_loading({}): ...\n", False),
+            ("class process_weights_after_loading: ...\n", False),
+            ("process_weights_after_loading = None\n", False),
+        ],
+    )
+    def test_how_a_function_is_defined(
+        self, vllm: Any, capsys: pytest.CaptureFixture[str], source: str, fits: bool
+    ) -> None:
+        source = source.format(", ".join(seams.VLLM_MODEL.parameters))
+        seam_file(vllm, seams.VLLM_MODEL).write_text(source, encoding="utf-8")
+        status, _ = self.problems(capsys)
+        assert status == (cli.FINE if fits else cli.WRONG)
+        # The imported module is judged in the same way.
+        module = types.ModuleType("module")
+        exec(source, vars(module))
+        assert (seams.check_module(seams.VLLM_MODEL, module) == "") is fits
+
+    def test_a_folder_of_that_name_is_no_engine(
+        self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Somebody's clone of it beside where the command runs."""
+        (tmp_path / "vllm" / "vllm").mkdir(parents=True)
+        monkeypatch.syspath_prepend(tmp_path)
+        status, found = run_json(capsys, "doctor")
+        assert status == cli.FINE
+        assert found["engines"][0]["version"] is None
+
+    def test_names_that_nobody_has_are_a_problem(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("KVCACHE_PLUGIN_BLOCK", "cpu_refrence")
+        status, (problem,) = self.problems(capsys)
+        assert status == cli.WRONG
+        assert "names no implementation: cpu_refrence" in problem
+        assert "cpu_reference" in problem
 
     def test_unknown_switches_are_problems(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -343,3 +343,9 @@ def test_architectures_need_no_card(
     assert fresh.Device.parse("gfx942").is_fnuz
     assert fresh.Device.of(torch.zeros(1)).kind == "cpu"
     assert asked == []
+
+
+@pytest.mark.parametrize("name", [None, 0, b"cpu", 1.5])
+def test_a_name_is_a_string(name: Any) -> None:
+    with pytest.raises(kv.KVCacheError, match="a device's name is a string"):
+        Device.parse(name)

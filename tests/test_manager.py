@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -38,7 +39,8 @@ class Quantizer:
     """
 
     def __init__(self, supports: object = True, answer: object = ...) -> None:
-        self.result = kv.QuantizedKV(torch.zeros(2, 32), None, torch.ones(1), "fp8_e4m3")
+        codes = torch.zeros(2, 32).to(torch.float8_e4m3fn)
+        self.result = kv.QuantizedKV(codes, None, torch.ones(1), "fp8_e4m3")
         self.supports = supports
         self.answer = self.result if answer is ... else answer
         self.asked: list[tuple[kv.Device, str]] = []
@@ -281,7 +283,7 @@ def test_a_reason_holds_for_hooks_of_any_function_name(register: Register) -> No
 
 
 def test_wrappers_run_around_the_chosen_one(register: Register) -> None:
-    other = kv.QuantizedKV(torch.zeros(1), None, torch.ones(1), "fp8_e4m3")
+    other = Quantizer().result
     wrapper = register(Around(lambda result: other), "around")
     plugin = register(Quantizer(), "vendor")
     assert _quantize() is other
@@ -320,7 +322,9 @@ def test_when_every_implementation_passes_the_error_lists_them(register: Registe
     with pytest.raises(kv.NoImplementationError) as caught:
         _call(manager)
     message = str(caught.value)
-    assert message.startswith("quantize_kv of fp8_e4m3 on cpu: every implementation passed. ")
+    assert message.startswith(
+        "quantize_kv of fp8_e4m3 on cpu: each implementation passed, or a wrapper kept its result. "
+    )
     assert "first (registered at run time): second comes before it" in message
     assert "second (registered at run time): Quantizes on the CPU" in message
 
@@ -411,7 +415,8 @@ def test_a_result_that_is_no_quantized_kv_is_refused(register: Register) -> None
         _quantize()
     # Any that is called may have passed, so the message names each that can have answered.
     assert str(caught.value).startswith(
-        "quantize_kv of fp8_e4m3 on cpu must answer with QuantizedKV, got Tensor; mend "
+        "quantize_kv of fp8_e4m3 on cpu answered with torch.float32 of shape (1,) instead of "
+        "QuantizedKV; mend "
         "implementation 'vendor' (registered at run time) or 'cpu_reference' (kvcache-plugin "
     )
 
@@ -428,7 +433,7 @@ def test_values_that_are_no_tensor_are_refused(register: Register) -> None:
     wrong = kv.hookimpl(_named("dequantize_kv", lambda: [1.0]))
     register(Plain(dequantize_kv=wrong), "vendor")
     with pytest.raises(
-        kv.KVCacheError, match=r"dequantize_kv of fp8_e4m3 on cpu .* tensor, got list; .* 'vendor'"
+        kv.KVCacheError, match=r"dequantize_kv of fp8_e4m3 on cpu answered with list .* 'vendor'"
     ):
         kv.dequantize_kv(quantized)
 
@@ -444,7 +449,7 @@ def test_values_that_are_no_tensor_are_refused(register: Register) -> None:
 def test_scales_of_another_kind_are_refused(register: Register, answer: object) -> None:
     wrong = kv.hookimpl(_named("validate_kv_scales", lambda: answer))
     register(Plain(validate_kv_scales=wrong), "vendor")
-    with pytest.raises(kv.KVCacheError, match=r"must answer with KVScales .* 'vendor'"):
+    with pytest.raises(kv.KVCacheError, match=r"answered with .* instead of KVScales .* 'vendor'"):
         kv.validate_kv_scales(0.5, 0.5, kv_cache_dtype="fp8")
 
 
@@ -455,6 +460,85 @@ def test_scales_that_a_plugin_spoils_are_refused(register: Register, scale: floa
     register(Plain(validate_kv_scales=wrong), "vendor")
     with pytest.raises(kv.KVScaleError, match=r"must be finite and fit in torch\.float32"):
         kv.validate_kv_scales(0.5, 0.5, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        kv.QuantizedKV(torch.zeros(3), None, torch.ones(1), "fp8_e4m3"),
+        kv.QuantizedKV(torch.zeros(2, 32), None, torch.ones(1), "fp8_e4m3"),
+        dataclasses.replace(Quantizer().result, kv_cache_dtype="fp8_e5m2"),
+        dataclasses.replace(Quantizer().result, block_scales=torch.zeros(2, 2)),
+    ],
+    ids=["shape", "dtype", "format", "block scales"],
+)
+def test_a_result_with_another_layout_is_refused(register: Register, wrong: kv.QuantizedKV) -> None:
+    """It would be read as garbage later."""
+    register(Quantizer(answer=wrong), "vendor")
+    with pytest.raises(kv.KVCacheError, match=r"quantize_kv of fp8_e4m3 on cpu .*'vendor'"):
+        _quantize()
+
+
+def test_a_result_beside_the_callers_buffers_is_refused(register: Register) -> None:
+    """The buffers would keep their old bytes, without a word."""
+    register(Quantizer(), "vendor")
+    buffer = torch.zeros(2, 32).to(torch.float8_e4m3fn)
+    with pytest.raises(kv.KVCacheError, match=r"buffers of its own .*'vendor'"):
+        kv.quantize_kv(torch.ones(2, 32), 1.0, "fp8", out=buffer)
+
+
+def test_a_refusal_without_a_layer_gets_it(register: Register) -> None:
+    def refuse() -> None:
+        raise kv.KVScaleError("no scale is good enough", remedy="Give up")
+
+    register(Plain(validate_kv_scales=kv.hookimpl(_named("validate_kv_scales", refuse))), "policy")
+    with pytest.raises(kv.KVScaleError) as caught:
+        kv.validate_kv_scales(0.5, 0.5, kv_cache_dtype="fp8", layer="layer 3")
+    assert str(caught.value) == "layer 3: no scale is good enough. Give up"
+
+
+class Undocumented:
+    @kv.hookimpl
+    def quantize_kv(self) -> None:
+        return None
+
+
+class Panic(BaseException):
+    """What a binding of another language raises, for one."""
+
+
+@pytest.mark.parametrize("error", [SystemExit("no driver"), Panic("no driver")], ids=repr)
+def test_exits_and_panics_of_supports_kv_are_reasons(
+    register: Register, error: BaseException
+) -> None:
+    register(Quantizer(supports=error), "vendor")
+    assert _row("vendor").reason == f"its supports_kv raised {type(error).__name__}: no driver"
+    assert _row("cpu_reference").chosen
+
+
+def test_an_interrupt_of_supports_kv_goes_up(register: Register) -> None:
+    register(Quantizer(supports=KeyboardInterrupt()), "vendor")
+    with pytest.raises(KeyboardInterrupt):
+        _quantize()
+
+
+def test_a_wrapper_that_makes_something_else_of_the_answers_is_a_reason(
+    register: Register,
+) -> None:
+    class Agreeable:
+        @kv.hookimpl(wrapper=True)
+        def supports_kv(self) -> Iterator[None]:
+            yield
+            return "never"
+
+    register(Agreeable(), "agreeable")
+    assert _row("cpu_reference").reason == "never"
+
+
+def test_one_without_a_docstring_that_is_chosen_says_so(register: Register) -> None:
+    register(Undocumented(), "undocumented")
+    assert _row("undocumented").chosen
+    assert _row("undocumented").reason == "says that it serves this"
 
 
 # What is remembered
@@ -528,6 +612,42 @@ class _RaisingFormats:
         raise OSError("no driver")
 
 
+class _Exiting:
+    @kv.hookimpl
+    def kv_formats(self) -> list[kv.KVFormat]:
+        raise SystemExit("no licence")
+
+
+class _RaisingDocstring(Everywhere):
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        raise ZeroDivisionError
+
+
+class Same(Everywhere):
+    """Equals everything."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = object.__hash__
+
+
+def test_a_plugin_that_equals_others_is_not_taken_for_them() -> None:
+    plugin = Same()
+    with pytest.raises(kv.KVCacheError, match="plugin 'same' cannot be registered"):
+        kv.register(plugin, "same")
+    with pytest.raises(kv.KVCacheError, match="is not registered"):
+        kv.unregister(plugin)
+    assert _row("cpu_reference").chosen
+
+
+@pytest.mark.parametrize("name", [5, ["a"], b"name"])
+def test_a_name_is_a_string(name: Any) -> None:
+    with pytest.raises(kv.KVCacheError, match="its name must be a string"):
+        kv.register(Everywhere(), name)
+
+
 def _broken() -> Iterator[Any]:
     yield pytest.param(Everywhere, "Everywhere is a class; give a module or an instance", id="cls")
     yield pytest.param(_Unhashable(), "TypeError: unhashable type", id="unhashable")
@@ -539,6 +659,10 @@ def _broken() -> Iterator[Any]:
     yield pytest.param(
         Int8("int8"), "kv_formats gives KVFormat objects, got 'int8'", id="no format"
     )
+    float9 = kv.KVFormat("float9_test", "float9", "float9", 1.0)
+    yield pytest.param(Int8(float9), "torch has no dtype 'float9'", id="dtype")
+    yield pytest.param(_Exiting(), "SystemExit: no licence", id="exit")
+    yield pytest.param(_RaisingDocstring(), "ZeroDivisionError", id="docstring")
     taken = "its format 'fp8_e5m2' has a name that is taken"
     yield pytest.param(Int8(INT8, kv.KVFormat("fp8_e5m2", "x", "int8", 1.0)), taken, id="format")
     alias = "its format 'fp8' has a name that is taken"
@@ -761,6 +885,44 @@ def test_a_namesake_of_a_broken_package_is_named_when_it_raises(
     assert "'vendor' (registered at run time)" in _notes(caught.value, caplog)
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("METADATA", b"Metadata-Version: 2.1\nName: bad\nAuthor: \xff\n"), ("METADATA", None)],
+    ids=["not utf-8", "missing"],
+)
+def test_metadata_that_cannot_be_read_disables_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, content: bytes | None
+) -> None:
+    _package(tmp_path, "alpha", _GOOD)
+    _package(tmp_path, "zeta", _GOOD)
+    metadata = tmp_path / "kv_test_alpha-1.0.dist-info" / file
+    metadata.unlink()
+    if content is not None:
+        metadata.write_bytes(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    manager = Manager()
+    manager.discover()
+    found = {f.name: f for f in manager.implementations if not f.left_out}
+    assert {"alpha", "zeta", "cpu_reference"} <= set(found)
+    assert found["alpha"].distribution == "the module kv_test_alpha"
+    assert found["zeta"].distribution == "kv-test-zeta 1.0"
+
+
+def test_entry_points_that_cannot_be_read_are_left_out_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _package(tmp_path, "alpha", _GOOD)
+    _package(tmp_path, "zeta", _GOOD)
+    entry_points = tmp_path / "kv_test_alpha-1.0.dist-info" / "entry_points.txt"
+    entry_points.write_text("[kvcache_plugin]\nthis is no entry point\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    manager = Manager()
+    manager.discover()
+    assert {"zeta", "cpu_reference"} <= {f.name for f in manager.implementations}
+    if sys.version_info < (3, 12):  # since then importlib.metadata passes over such lines
+        assert "cannot be read" in caplog.text
+
+
 # Threads, imports and interrupts: each in a process that has not used the package yet
 
 
@@ -939,7 +1101,7 @@ def quantize_kv(): ...
 
 
 def _raise_or_return(answer: object) -> object:
-    if isinstance(answer, Exception):
+    if isinstance(answer, BaseException):
         raise answer
     return answer
 

@@ -35,7 +35,7 @@ class Engine:
     @property
     def version(self) -> str | None:
         """The installed version, ``None`` where the engine is not installed."""
-        if importlib.util.find_spec(self.package) is None:
+        if package_folders(self.package) == ():
             return None
         for distribution in self.distributions:
             try:
@@ -61,6 +61,19 @@ class Engine:
         return (
             f"{self.switch}={value!r} leaves it out; add {ENTRY_POINT_NAME} to it, without spaces"
         )
+
+
+def package_folders(package: str) -> tuple[str, ...]:
+    """Where an installed package lies, empty for none. It is looked up, and not imported.
+
+    A folder of that name without ``__init__.py`` is no package: somebody's clone, perhaps.
+    """
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a module that was put into sys.modules by hand
+        return ()
+    is_package = spec is not None and spec.origin is not None
+    return tuple(spec.submodule_search_locations or ()) if spec is not None and is_package else ()
 
 
 ENGINES: Final = (

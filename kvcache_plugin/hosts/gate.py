@@ -147,7 +147,9 @@ class LoadGate:
         """Take a step of ours that must not stop the engine: what it raises is logged, once."""
         try:
             return step(*arguments)
-        except Exception:
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException:  # also a plugin that calls sys.exit()
             if doing not in self._failures:
                 logger.exception(
                     "kvcache_plugin %s failed while %s. %s goes on as it would without the plugin, "
@@ -180,7 +182,7 @@ class LoadGate:
                 )
             except KVScaleError as error:
                 return error
-            except Exception as error:
+            except BaseException as error:
                 add_note(error, f"the layer was {found.layer}")
                 raise
 
@@ -213,7 +215,7 @@ class LoadGate:
                 f"checked the K/V scales of {checked} layer{'s' * (checked != 1)} "
                 f"({found.kv_cache_dtype} on {found.device})"
             )
-        elif not self._announced:
+        elif not self._announced and not self._failures:
             self._announce("found no layer with K/V scales for a quantized KV cache")
 
     def _announce(self, what: str) -> None:

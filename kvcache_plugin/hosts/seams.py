@@ -7,15 +7,16 @@ module, and by ``kvcache-plugin doctor`` with the source file, which imports not
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvcache_plugin.hosts.engines import package_folders
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import ModuleType
 
 
@@ -136,6 +137,8 @@ def check_module(seam: Seam, module: ModuleType) -> str:
     found = getattr(found, "__func__", found)
     if not callable(found):
         return f"{seam.path} is missing"
+    if inspect.iscoroutinefunction(found):
+        return f"{seam.path} is no plain function"
     return _compare(seam, tuple(inspect.signature(found).parameters.values()))
 
 
@@ -144,17 +147,31 @@ def check_source(seam: Seam) -> str:
     path = source_file(seam)
     if path is None:
         return f"{seam.path} is missing: there is no module {seam.module}"
-    nodes: Sequence[ast.stmt] = _parse(path).body
+    try:
+        nodes: Sequence[ast.stmt] = _parse(path).body
+    except (SyntaxError, ValueError, OSError) as error:
+        return f"{seam.path} cannot be judged: {path.name} cannot be read: {error}"
     node: ast.stmt | None = None
     for name in seam.qualname.split("."):
-        named = [n for n in nodes if getattr(n, "name", None) == name]
+        named = [n for n in _statements(nodes) if getattr(n, "name", None) == name]
         if not named:
             return f"{seam.path} is missing"
         node = named[-1]
         nodes = node.body if isinstance(node, ast.ClassDef) else ()
     if not isinstance(node, ast.FunctionDef):
-        return f"{seam.path} is no function"
+        return f"{seam.path} is no plain function"
     return _compare(seam, _parameters(node.args))
+
+
+def _statements(nodes: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of one scope, also those under ``if``, ``try`` and ``with``."""
+    for node in nodes:
+        yield node
+        if isinstance(node, (ast.If, ast.Try, ast.With)):
+            for part in ("body", "orelse", "finalbody"):
+                yield from _statements(getattr(node, part, ()))
+            for handler in getattr(node, "handlers", ()):
+                yield from _statements(handler.body)
 
 
 def _compare(seam: Seam, parameters: Sequence[inspect.Parameter]) -> str:
@@ -170,7 +187,7 @@ def _compare(seam: Seam, parameters: Sequence[inspect.Parameter]) -> str:
     count = len(seam.parameters)
     if tuple(names[:count]) == seam.parameters and set(needed) <= set(seam.parameters):
         return ""
-    found, expected = ", ".join(p.name for p in parameters), ", ".join(seam.parameters)
+    found, expected = ", ".join(names), ", ".join(seam.parameters)
     return f"{seam.path} has another signature: ({found}), not ({expected})"
 
 
@@ -204,10 +221,7 @@ def _parameters(arguments: ast.arguments) -> list[inspect.Parameter]:
 def source_file(seam: Seam) -> Path | None:
     """The file of the seam's module, ``None`` where there is none. Nothing is imported."""
     # Only the top-level package is looked up: finding a submodule would import its parents.
-    spec = importlib.util.find_spec(seam.engine)
-    if spec is None:
-        return None
-    for root in spec.submodule_search_locations or ():
+    for root in package_folders(seam.engine):
         path = Path(root).joinpath(*seam.module.split(".")[1:])
         for candidate in (path.with_suffix(".py"), path / "__init__.py"):
             if candidate.is_file():
@@ -217,4 +231,4 @@ def source_file(seam: Seam) -> Path | None:
 
 @lru_cache
 def _parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return ast.parse(path.read_bytes(), filename=str(path))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
+import torch
+
 from kvcache_plugin.device import Device
 from kvcache_plugin.hosts import seams
 from kvcache_plugin.hosts.gate import (
@@ -22,10 +24,8 @@ from kvcache_plugin.hosts.gate import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
     from kvcache_plugin.hosts.seams import Seam
-    from kvcache_plugin.scales import KVScales, Source
+    from kvcache_plugin.scales import KVScales
 
 #: SGLang's names for KV caches whose scales follow our rules; see ``_kv_format``.
 _FORMATS: Final = ("fp8_e4m3", "fp8_e5m2", "nvfp4")
@@ -75,7 +75,6 @@ class _Processed:
 
     raw: torch.Tensor | float | None
     written: float
-    source: Source
 
 
 class _Adapter:
@@ -161,7 +160,7 @@ class _Adapter:
 
         if get_model().quantization_param_path is None:
             return []
-        device = next(model.parameters()).device
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
         kv_format = _kv_format(kv_cache_dtype, None, Device.of(device))
         if kv_format is None:
             return []
@@ -181,7 +180,8 @@ class _Adapter:
             method = getattr(module, "quant_method", None)
             if isinstance(method, BaseKVCacheMethod):
                 self._names[module] = name
-                found = self._find(method, module, target_device)
+                find = (self._find, method, module, target_device)
+                found = self._gate.guarded("looking for the K/V scales of a layer", *find)
                 if found is not None:
                     layers.append((module, found))
         return layers
@@ -197,32 +197,21 @@ class _Adapter:
         is_random = config.load_format == "dummy" and self._gate.is_first_time(layer)
         if kv_format is None or is_random or layer.k_scale.is_meta:
             return None
-        k, v = self._raw_pair(layer)
         return LoadedScales(
             layer=self._names.get(layer, f"layer {layer.layer_id}"),
-            k=k,
-            v=v,
+            k=self._raw(layer, "k_scale"),
+            v=self._raw(layer, "v_scale"),
             kv_cache_dtype=kv_format,
             device=device,
         )
 
-    def _raw_pair(self, layer: Any) -> list[torch.Tensor | float | None]:
+    def _raw(self, layer: Any, name: str) -> torch.Tensor | float | None:
         """What the checkpoint brought, also where our own result stands in its place by now."""
-        names = [f"{side}_scale" for side in _SIDES]
-        now = [getattr(layer, name).detach() for name in names]
-        before = [self._processed.get(layer, {}).get(name) for name in names]
-        ours = [
-            side is not None and scale.numel() == 1 and scale.item() == side.written
-            for scale, side in zip(now, before, strict=True)
-        ]
-        raw: list[torch.Tensor | float | None] = []
-        for scale, side, is_ours in zip(now, before, ours, strict=True):
-            # Where one side is new, the other is only known to be old if a checkpoint brought it.
-            if side is not None and is_ours and (all(ours) or side.source == "checkpoint"):
-                raw.append(side.raw)
-            else:
-                raw.append(unless_marked(scale.cpu().clone()))
-        return raw
+        scale = getattr(layer, name).detach()
+        before = self._processed.get(layer, {}).get(name)
+        if before is not None and scale.numel() == 1 and scale.item() == before.written:
+            return before.raw
+        return unless_marked(scale.cpu().clone())
 
     def _write(self, layer: Any, found: LoadedScales, scales: KVScales) -> None:
         """Every copy that SGLang keeps: the parameter and the host's float."""
@@ -233,8 +222,7 @@ class _Adapter:
             parameter = getattr(layer, name)
             parameter.data.fill_(scale)
             setattr(layer, f"{name}_float", scale)
-            source = getattr(scales, f"{side}_source")
-            processed[name] = _Processed(getattr(found, side), parameter.item(), source)
+            processed[name] = _Processed(getattr(found, side), parameter.item())
         self._processed[layer] = processed
 
 

@@ -166,13 +166,15 @@ class _Adapter:
         base = self._base_method
         if base is None:
             return []
-        methods = ((module, getattr(module, "quant_method", None)) for module in model.modules())
-        found = (
-            (module, self._find(method, module, target_device))
-            for module, method in methods
-            if isinstance(method, base)
-        )
-        return [(module, scales) for module, scales in found if scales is not None]
+        layers = []
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, base):
+                find = (self._find, method, module, target_device)
+                found = self._gate.guarded("looking for the K/V scales of a layer", *find)
+                if found is not None:
+                    layers.append((module, found))
+        return layers
 
     def _process(self, method: Any, layer: Any, run: Callable[[], Any]) -> Any:
         """Check one layer, let vLLM process it, and see that each of its copies has the result."""

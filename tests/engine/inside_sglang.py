@@ -173,19 +173,31 @@ def test_a_reload_without_scales_keeps_them(k: float | None, v: float | None) ->
     assert_scales(layer, *before)
 
 
-def test_a_corrupt_side_beside_one_that_stands_there_is_refused() -> None:
-    """An update in place, which SGLang does not announce."""
-    layer = new_layer()
-    load(layer, None, None)
+def test_a_corrupt_side_beside_one_that_stood_there_before_is_refused() -> None:
+    model = model_of({"attn": (None, None)})
+    layer: Any = model.attn
+    process(layer)
+    DefaultModelLoader.restore_weights_before_loading(model, CPU)
     with pytest.raises(KVScaleError, match=r"v_scale=-0\.3"):
         load(layer, 1.0, -0.3)
 
 
-def test_a_new_side_beside_one_that_was_duplicated_is_served() -> None:
-    layer = new_layer()
-    load(layer, 0.05, None)
+def test_a_new_side_beside_one_that_was_duplicated_before_is_served() -> None:
+    model = model_of({"attn": (0.05, None)})
+    layer: Any = model.attn
+    process(layer)
+    DefaultModelLoader.restore_weights_before_loading(model, CPU)
     load(layer, 0.07, 0.05)
     assert_scales(layer, 0.07, 0.05)
+
+
+@pytest.mark.usefixtures("fnuz")
+def test_an_update_in_place_of_a_single_scale_reaches_both_sides() -> None:
+    """Also where SGLang does not announce it."""
+    layer = new_layer()
+    load(layer, 0.5, None)
+    load(layer, 0.75, None)
+    assert_scales(layer, 1.5, 1.5)
 
 
 @pytest.mark.usefixtures("fnuz")
@@ -201,6 +213,7 @@ def test_fnuz_refuses_what_overflows_when_doubled() -> None:
         (1.0, float("-inf"), "v_scale=-inf"),
         (0.05, 0.0, "v_scale=0.0"),
         (-0.3, 0.05, "k_scale=-0.3"),
+        (1e-42, 0.05, "k_scale, whose reciprocal is not finite in torch.float32"),
     ],
 )
 def test_a_layer_that_comes_alone_is_refused(k: float, v: float, side: str) -> None:

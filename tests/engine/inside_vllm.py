@@ -157,6 +157,7 @@ def test_query_scale_follows_the_raw_k_scale() -> None:
         (1.0, float("-inf"), "v_scale=-inf"),
         (0.05, 0.0, "v_scale=0.0"),
         (-0.3, 0.05, "k_scale=-0.3"),
+        (1e-42, 0.05, "k_scale, whose reciprocal is not finite in torch.float32"),
     ],
 )
 def test_a_layer_that_comes_alone_is_refused(method: Any, k: float, v: float, side: str) -> None:

@@ -108,6 +108,7 @@ class Runner:
         plugin: bool = True,
         mode: str | None = None,
         kv_cache_dtype: str | None = None,
+        own_logging: bool = False,
         site: Sequence[Path] = (),
     ) -> Run:
         """Serves ``checkpoint``, or hands on what came of it the last time.
@@ -115,16 +116,20 @@ class Runner:
         :param plugin: whether the plugin is on the engine's path.
         :param mode: ``KVCACHE_PLUGIN_MODE``, not set if left out.
         :param kv_cache_dtype: the engine's own name for it; FP8 e4m3 if left out.
+        :param own_logging: whether the engine logs in its own format, which may not name levels.
         :param site: further folders of installed packages.
         """
         paths = ((self.plugin_site,) if plugin else ()) + tuple(site)
-        key = (checkpoint.name, paths, mode, kv_cache_dtype)
+        key = (checkpoint.name, paths, mode, kv_cache_dtype, own_logging)
+        env = {} if mode is None else {"KVCACHE_PLUGIN_MODE": mode}
+        if own_logging:
+            env |= {"VLLM_LOGGING_CONFIG_PATH": "", "SGLANG_LOGGING_CONFIG_PATH": ""}
         if key not in self._runs:
             self._runs[key] = serve(
                 self.engine,
                 checkpoint.write(self.folder),
                 site=paths,
-                env={} if mode is None else {"KVCACHE_PLUGIN_MODE": mode},
+                env=env,
                 kv_cache_dtype=kv_cache_dtype,
             )
         return self._runs[key]
