@@ -84,7 +84,8 @@ def validate_kv_scales(
         )
     except KVScaleError as error:
         if layer and not error.layer:  # an implementation that left it to us
-            raise KVScaleError(error.problem, layer=layer, remedy=error.remedy) from error
+            problem = error.problem or str(error)
+            raise KVScaleError(problem, layer=layer, remedy=error.remedy) from error
         raise
     if not isinstance(converted, KVScales) or _head_shape(converted) != _head_shape(scales):
         problem = f"{kind_of(converted)} instead of KVScales of the granularity that it was given"

@@ -26,6 +26,11 @@ class KVScaleError(KVCacheError, ValueError):
     :param remedy: what the person who serves the model can do.
     """
 
+    # Also of a subclass that forgets to call __init__.
+    problem: str = ""
+    layer: str = ""
+    remedy: str = ""
+
     def __init__(self, problem: str, *, layer: str = "", remedy: str = "") -> None:
         where = f"{layer}: " if layer else ""
         way_out = f". {remedy}" if remedy else ""

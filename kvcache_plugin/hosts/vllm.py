@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_plugin.hosts import seams
@@ -24,7 +25,6 @@ from kvcache_plugin.hosts.late import when_imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
     import torch
 
@@ -138,7 +138,8 @@ class _Adapter:
             with self._gate.model(layers or []):
                 return original(model, model_config, target_device, *args, **kwargs)
 
-        for other in list(sys.modules.values()):
+        modules = [other for other in sys.modules.values() if isinstance(other, ModuleType)]
+        for other in modules:
             for name, value in list(vars(other).items()):
                 if value is original:
                     setattr(other, name, process_weights_after_loading)

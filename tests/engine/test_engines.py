@@ -133,11 +133,13 @@ def test_warn_says_it_and_leaves_the_engine_as_it_is(run: Runner) -> None:
 
 
 def test_scales_of_a_cache_that_is_not_quantized_are_left_alone(run: Runner) -> None:
-    # vLLM's "auto" follows the checkpoint and would be FP8; SGLang's is the model's own dtype.
-    own_dtype = {"vllm": "bfloat16", "sglang": "auto"}[run.engine]
-    corrupt = run(K_INF, kv_cache_dtype=own_dtype)
+    corrupt = run(K_INF, kv_cache_dtype="bfloat16")
     assert_served(corrupt)
     assert corrupt.complaints == []
+
+
+def test_auto_follows_the_checkpoint_to_a_cache_whose_scales_count(run: Runner) -> None:
+    assert_refused(run(K_INF, kv_cache_dtype="auto"), "k_scale=inf", layers={1})
 
 
 def test_a_checkpoint_that_is_not_quantized_is_served(run: Runner) -> None:
