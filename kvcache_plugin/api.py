@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from kvcache_plugin.plugins import HookName
 
 Scale: TypeAlias = float | torch.Tensor
+#: What engines call a KV cache in the model's own dtype.
+_UNQUANTIZED: Final = ("auto", "bf16", "bfloat16", "float16", "fp16", "half", "float32")
 DeviceLike: TypeAlias = Device | torch.device | torch.Tensor | str
 
 
@@ -208,8 +210,10 @@ def _format_of(
         stored = formats.on_device(kv_cache_dtype, device) if device else kv_cache_dtype
         kv_format = manager.kv_format(stored)
     if kv_format is None:
+        unquantized = " (a cache that is not quantized needs nothing from here)"
+        hint = unquantized if kv_cache_dtype in _UNQUANTIZED else ""
         known = ", ".join(manager.format_names)
-        raise error(f"unknown kv_cache_dtype {kv_cache_dtype!r}; known names are {known}")
+        raise error(f"unknown kv_cache_dtype {kv_cache_dtype!r}{hint}; known names are {known}")
     return kv_format
 
 

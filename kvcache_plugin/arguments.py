@@ -163,14 +163,11 @@ def wrong_result(
     )
     if is_own:
         return "buffers of its own instead of those that it was given"
-    expected = (kv_format.data_shape(tensor.shape), kv_format.block_scales_shape(tensor.shape))
-    scales = result.block_scales
-    shapes = (tuple(result.data.shape), None if scales is None else tuple(scales.shape))
-    if shapes != expected or result.data.dtype != kv_format.torch_dtype:
-        return (
-            f"data and block scales of shapes {shapes}, data {result.data.dtype}, instead of "
-            f"{expected}, data {kv_format.torch_dtype}"
-        )
+    try:
+        own = OutBuffers(result.data, result.block_scales)
+        _check_layout(own, tensor.shape, tensor.device, kv_format, "QuantizedKV")
+    except KVQuantizeError as error:
+        return f"a result that does not fit: {error}"
     return ""
 
 

@@ -46,7 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvcache-plugin", description=_DESCRIPTION)
+    parser = argparse.ArgumentParser(
+        prog="kvcache-plugin",
+        description="Checks and quantizes the KV caches of vLLM and SGLang.",
+        epilog="Exit status: 0 all is fine, 1 something is wrong, 2 used wrongly.",
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -60,14 +64,12 @@ def _parser() -> argparse.ArgumentParser:
     explain = add(
         "explain", _explain, "Say which implementation serves a device and format, and why."
     )
+    explain.epilog = "Example: kvcache-plugin explain --device sm_90 --kv-cache-dtype nvfp4"
     explain.add_argument("--device", required=True, help="cpu, sm_90, gfx942, cuda:0 ...")
     explain.add_argument("--kv-cache-dtype", required=True, help="fp8, fp8_e5m2, nvfp4 ...")
     add("doctor", _doctor, "Find out whether the plugin works with the engines installed here.")
     add("demo", _demo, "See a corrupt scale refused, and K/V quantized in every format.")
     return parser
-
-
-_DESCRIPTION: Final = "Checks and quantizes the KV caches of vLLM and SGLang."
 
 
 def _plugins(arguments: argparse.Namespace) -> int:
@@ -103,6 +105,8 @@ def _explain(arguments: argparse.Namespace) -> int:
                 for row in rows
             ],
         )
+        if not any(row.chosen for row in rows):
+            print(f"\nnothing quantizes {arguments.kv_cache_dtype} on {arguments.device}")
     return FINE if any(row.chosen for row in rows) else WRONG
 
 
@@ -119,6 +123,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
                 "engines": [asdict(engine) for engine in found.engines],
                 "implementations": [asdict(i) for i in found.implementations],
                 "problems": found.problems,
+                "notes": found.notes,
             }
         )
     else:
@@ -137,6 +142,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
             [(i.name, i.distribution, i.left_out or "loaded") for i in found.implementations],
         )
         print()
+        for note in found.notes:
+            print(f"note: {note}")
         for problem in found.problems:
             print(f"problem: {problem}")
         if not found.problems:
@@ -170,7 +177,7 @@ def _demo(arguments: argparse.Namespace) -> int:
                 print(f"\nKVScaleError: {layer.refusal}")
         print(f"\nK quantized and dequantized on {result.device}:\n")
         _print_table(
-            ("format", "implementation", "bits per value", "relative error", "largest error"),
+            ("format", "implementation", "bits per value", "rms error", "largest error"),
             [
                 (
                     trip.kv_cache_dtype,
@@ -181,6 +188,10 @@ def _demo(arguments: argparse.Namespace) -> int:
                 )
                 for trip in result.round_trips
             ],
+        )
+        print("\nThe rms error is over the values' rms, the largest error over the largest value.")
+        print(
+            "Next: install this where vLLM or SGLang is installed, and run `kvcache-plugin doctor`."
         )
     return FINE if result.succeeded else WRONG
 

@@ -94,7 +94,7 @@ class Device:
 
 _KNOWN_NAMES = (
     "known names are cpu, a CUDA architecture (sm_90), a ROCm architecture (gfx942) "
-    "and what torch.device takes (cuda:0)"
+    "and what torch.device takes (cuda:0). An H100 is sm_90, an MI300X gfx942"
 )
 
 

@@ -5,12 +5,17 @@ No engine is imported and no GPU is touched.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvcache_plugin.hosts import seams
 from kvcache_plugin.hosts.engines import ENGINES, Engine
 from kvcache_plugin.manager import Implementation, Manager
 from kvcache_plugin.settings import BLOCK, MODE, Settings, read_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,13 @@ class EngineStatus:
 
 @dataclass(frozen=True)
 class Examination:
-    """All of it, and the sentences about what is wrong."""
+    """All of it, what is wrong, and what is no fault and yet means that nothing is checked."""
 
     settings: Settings
     engines: tuple[EngineStatus, ...]
     implementations: tuple[Implementation, ...]
     problems: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def examine() -> Examination:
@@ -65,7 +71,18 @@ def examine() -> Examination:
                 if found.is_broken
             ),
         ),
+        tuple(_notes(settings, engines)),
     )
+
+
+def _notes(settings: Settings, engines: tuple[EngineStatus, ...]) -> Iterator[str]:
+    if all(engine.version is None for engine in engines):
+        yield (
+            f"no engine is installed in {sys.prefix}, so no checkpoint is checked; install "
+            "kvcache-plugin with the pip of the engine's environment"
+        )
+    if settings.mode == "off":
+        yield f"{MODE.name}=off, so no checkpoint is checked"
 
 
 def _examine_engine(engine: Engine) -> EngineStatus:

@@ -285,7 +285,7 @@ class Manager:
         """The plugins that a result of the hook can come from, wrappers too, for a message."""
         plugins = self._select((device, kv_cache_dtype)).plugins
         names = [impl.plugin_name for impl in call_order(plugins, hook)]
-        return " or ".join(str(self._loaded(name)) for name in names)
+        return ", or if that passed ".join(str(self._loaded(name)) for name in names)
 
     def explain(self, device: Device, kv_cache_dtype: str) -> tuple[Explanation, ...]:
         """Every implementation in call order: what it is chosen for, and why or why not."""

@@ -63,6 +63,7 @@ def test_wrong_use_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]
     [
         ("toaster", "fp8", "unknown device 'toaster'"),
         ("cpu", "fp9", "unknown kv_cache_dtype 'fp9'; known names are fp8, fp8_e4m3"),
+        ("cpu", "auto", "'auto' (a cache that is not quantized needs nothing from here)"),
     ],
 )
 def test_explain_of_what_is_unknown_is_2(
@@ -156,6 +157,8 @@ def test_explain_with_nothing_left_is_1(
     status, rows = run_json(capsys, "explain", "--device", "cpu", "--kv-cache-dtype", "nvfp4")
     assert status == cli.WRONG
     assert {row["name"]: row["reason"] for row in rows}["cpu_reference"].startswith("blocked by")
+    cli.main(["explain", "--device", "cpu", "--kv-cache-dtype", "nvfp4"])
+    assert "nothing quantizes nvfp4 on cpu" in capsys.readouterr().out
 
 
 def test_demo_refuses_the_corrupt_layer_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
@@ -407,6 +410,22 @@ class TestDoctor:
             "KVCACHE_PLUGIN_MOD " in p and "is KVCACHE_PLUGIN_MODE meant" in p for p in problems
         )
         assert any("'lenient'" in p and "strict, warn, off" in p for p in problems)
+
+    def test_without_an_engine_it_says_so_and_is_fine(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["doctor"]) == cli.FINE
+        assert f"note: no engine is installed in {sys.prefix}" in capsys.readouterr().out
+
+    @pytest.mark.usefixtures("vllm")
+    def test_off_is_noted(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("KVCACHE_PLUGIN_MODE", "off")
+        assert cli.main(["doctor"]) == cli.FINE
+        printed = capsys.readouterr().out
+        assert "note: KVCACHE_PLUGIN_MODE=off, so no checkpoint is checked" in printed
+        assert "no engine is installed" not in printed
 
     def test_without_torch_it_says_so(self) -> None:
         code = (

@@ -417,7 +417,8 @@ def test_a_result_that_is_no_quantized_kv_is_refused(register: Register) -> None
     assert str(caught.value).startswith(
         "quantize_kv of fp8_e4m3 on cpu answered with torch.float32 of shape (1,) instead of "
         "QuantizedKV; mend "
-        "implementation 'vendor' (registered at run time) or 'cpu_reference' (kvcache-plugin "
+        "implementation 'vendor' (registered at run time), or if that passed "
+        "'cpu_reference' (kvcache-plugin "
     )
 
 
