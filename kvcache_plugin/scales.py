@@ -31,7 +31,7 @@ SOURCES: Final = ("checkpoint", "duplicated", "default")
 
 _REMEDY: Final = (
     "Calibrate and export the K/V scales again, or remove both scales of the layer to serve it "
-    "with 1.0, or serve with an unquantized KV cache (kv_cache_dtype=auto)"
+    "with 1.0, or serve with an unquantized KV cache (kv_cache_dtype=bfloat16)"
 )
 _MOST_VALUES_SHOWN: Final = 8
 
