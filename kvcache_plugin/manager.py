@@ -69,14 +69,9 @@ class Implementation:
         return f"{self.name!r} ({self.distribution})"
 
     @property
-    def is_blocked(self) -> bool:
-        """Whether the user left it out."""
-        return self.left_out == _BLOCKED
-
-    @property
     def is_broken(self) -> bool:
-        """Whether it is left out because it does not work."""
-        return bool(self.left_out) and not self.is_blocked
+        """Whether it is left out because it does not work, and not because the user blocked it."""
+        return self.left_out not in ("", _BLOCKED)
 
 
 @dataclass(frozen=True)

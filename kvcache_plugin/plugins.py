@@ -53,7 +53,7 @@ def check_plugin(plugin: object, name: object) -> tuple[tuple[str, ...], str, tu
         hash(plugin)
         trial.register(plugin, name)
         trial.check_pending()
-        hooks = tuple(hook for hook in KNOWN_HOOKS if implementers(trial, hook))
+        hooks = tuple(hook for hook in KNOWN_HOOKS if call_order(trial, hook))
         summary, new_formats = _summary_of(plugin), _formats_of(trial)
     except KeyboardInterrupt:
         raise
@@ -95,10 +95,6 @@ def _label(entry_point: EntryPoint) -> str:
     except Exception:  # metadata that cannot be read
         name, version = None, None
     return f"{name} {version}" if name else f"the module {entry_point.value}"
-
-
-def implementers(plugins: pluggy.PluginManager, hook: str) -> list[str]:
-    return [impl.plugin_name for impl in getattr(plugins.hook, hook).get_hookimpls()]
 
 
 def call_order(plugins: pluggy.PluginManager, hook: str) -> list[pluggy.HookImpl]:
