@@ -1,45 +1,22 @@
-"""The public functions: each checks its arguments, and calls the implementation chosen for them."""
+"""The public functions: each is one call with the process's implementations on a real device."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from kvcache_plugin import formats
-from kvcache_plugin.arguments import (
-    VALUE_DTYPES,
-    check_quantized,
-    check_tensor,
-    dtype_names,
-    kind_of,
-    out_buffers,
-    scale_tensor,
-    values_shape,
-    wrong_result,
-)
+from kvcache_plugin import calls
+from kvcache_plugin.arguments import check_is_quantized, check_is_tensor, check_pair
 from kvcache_plugin.device import Device
-from kvcache_plugin.errors import KVCacheError, KVQuantizeError, KVScaleError
+from kvcache_plugin.errors import KVCacheError
 from kvcache_plugin.manager import Explanation, get_manager
-from kvcache_plugin.quantized import QuantizedKV
-from kvcache_plugin.scales import (
-    Granularity,
-    KVScales,
-    ScaleSite,
-    resolve_scales,
-    serve_scales,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from kvcache_plugin.arguments import Out, OutPair, Scale
+    from kvcache_plugin.quantized import QuantizedKV
+    from kvcache_plugin.scales import Granularity, KVScales
 
-    from kvcache_plugin.formats import KVFormat
-    from kvcache_plugin.plugins import HookName
-
-Scale: TypeAlias = float | torch.Tensor
-#: What engines call a KV cache in the model's own dtype.
-_UNQUANTIZED: Final = ("auto", "bf16", "bfloat16", "float16", "fp16", "half", "float32")
 DeviceLike: TypeAlias = Device | torch.device | torch.Tensor | str
 
 
@@ -70,29 +47,16 @@ def validate_kv_scales(
     :raises KVScaleError: for a corrupt scale, with layer, side, value and remedy.
     :raises NoImplementationError: when no implementation serves the device and format.
     """
-    hardware = Device.of(device)
-    kv_format = _format_of(kv_cache_dtype, hardware, partial(KVScaleError, layer=layer))
-    site = ScaleSite(kv_format, layer, granularity, num_kv_heads)
-    scales = resolve_scales(k_scale, v_scale, site)
-    try:
-        converted = get_manager().call(
-            "validate_kv_scales",
-            hardware,
-            kv_format.name,
-            scales=scales,
-            kv_cache_dtype=kv_format.name,
-            device=hardware,
-            layer=layer,
-        )
-    except KVScaleError as error:
-        if layer and not error.layer:  # an implementation that left it to us
-            problem = error.problem or str(error)
-            raise KVScaleError(problem, layer=layer, remedy=error.remedy) from error
-        raise
-    if not isinstance(converted, KVScales) or _head_shape(converted) != _head_shape(scales):
-        problem = f"{kind_of(converted)} instead of KVScales of the granularity that it was given"
-        raise _wrong_answer("validate_kv_scales", hardware, kv_format.name, problem)
-    return serve_scales(converted, site)
+    return calls.convert_scales(
+        get_manager(),
+        Device.of(device),
+        k_scale,
+        v_scale,
+        kv_cache_dtype=kv_cache_dtype,
+        layer=layer,
+        granularity=granularity,
+        num_kv_heads=num_kv_heads,
+    )
 
 
 def quantize_kv(
@@ -100,7 +64,7 @@ def quantize_kv(
     scale: Scale,
     kv_cache_dtype: str,
     *,
-    out: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None] | QuantizedKV | None = None,
+    out: Out | None = None,
 ) -> QuantizedKV:
     """Quantize K or V by the implementation for the device that it is on.
 
@@ -118,27 +82,39 @@ def quantize_kv(
     :raises KVQuantizeError: for a tensor, scale, format or buffer that does not fit.
     :raises NoImplementationError: when no implementation serves the device and format.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise KVQuantizeError(f"K or V must be a tensor, got {type(tensor).__name__}")
+    check_is_tensor(tensor)
     device = Device.of(tensor.device)
-    kv_format = _format_of(kv_cache_dtype, device, KVQuantizeError)
-    check_tensor(tensor, kv_format)
-    multiplier = scale_tensor(scale, tensor, kv_format)
-    buffers = None if out is None else out_buffers(out, tensor, kv_format)
-    result: QuantizedKV = get_manager().call(
-        "quantize_kv",
-        device,
-        kv_format.name,
-        tensor=tensor,
-        scale=multiplier,
-        kv_cache_dtype=kv_format.name,
-        device=device,
-        out=buffers,
+    return calls.quantize(get_manager(), device, tensor, scale, kv_cache_dtype, out)
+
+
+def quantize_kv_pair(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_scale: Scale,
+    v_scale: Scale,
+    kv_cache_dtype: str,
+    *,
+    out: OutPair | None = None,
+) -> tuple[QuantizedKV, QuantizedKV]:
+    """Quantize the K and V of a layer, in one launch where the implementation can do that.
+
+    The result is that of ``quantize_kv`` for each. Nothing is written when either is refused.
+
+    :param key: K, as in ``quantize_kv``.
+    :param value: V, on the same device; its shape may be another one.
+    :param k_scale: as in ``quantize_kv``.
+    :param v_scale: likewise for V.
+    :param kv_cache_dtype: as in ``quantize_kv``.
+    :param out: a pair of what ``quantize_kv`` takes, the first for K; an earlier result is one.
+    :returns: the quantized K and V.
+    :raises KVQuantizeError: for a tensor, scale, format or buffer that does not fit.
+    :raises NoImplementationError: when no implementation serves the device and format.
+    """
+    check_pair(key, value)
+    device = Device.of(key.device)
+    return calls.quantize_pair(
+        get_manager(), device, key, value, k_scale, v_scale, kv_cache_dtype, out
     )
-    problem = wrong_result(result, tensor, kv_format, buffers)
-    if problem:
-        raise _wrong_answer("quantize_kv", device, kv_format.name, problem)
-    return result
 
 
 def dequantize_kv(quantized: QuantizedKV, *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -150,25 +126,8 @@ def dequantize_kv(quantized: QuantizedKV, *, dtype: torch.dtype = torch.bfloat16
     :raises KVQuantizeError: for codes or scales that do not fit their format, or another dtype.
     :raises NoImplementationError: when no implementation serves the device and format.
     """
-    if not isinstance(quantized, QuantizedKV):
-        raise KVQuantizeError(f"expected a QuantizedKV, got {type(quantized).__name__}")
-    if dtype not in VALUE_DTYPES:
-        raise KVQuantizeError(f"values come as {dtype_names(VALUE_DTYPES)}, got dtype={dtype}")
-    # The codes say what they are: fp8_e4m3 codes stay that, also on FNUZ hardware.
-    kv_format = _format_of(quantized.kv_cache_dtype, None, KVQuantizeError)
-    check_quantized(quantized, kv_format)
-    device = Device.of(quantized.data.device)
-    result: torch.Tensor = get_manager().call(
-        "dequantize_kv", device, kv_format.name, quantized=quantized, dtype=dtype, device=device
-    )
-    shape = values_shape(quantized.data, kv_format)
-    if not isinstance(result, torch.Tensor) or (tuple(result.shape), result.dtype) != (
-        shape,
-        dtype,
-    ):
-        problem = f"{kind_of(result)} instead of a tensor of {dtype} with shape {shape}"
-        raise _wrong_answer("dequantize_kv", device, kv_format.name, problem)
-    return result
+    check_is_quantized(quantized)
+    return calls.dequantize(get_manager(), Device.of(quantized.data.device), quantized, dtype)
 
 
 def explain(device: DeviceLike, kv_cache_dtype: str) -> tuple[Explanation, ...]:
@@ -178,8 +137,9 @@ def explain(device: DeviceLike, kv_cache_dtype: str) -> tuple[Explanation, ...]:
     :raises KVCacheError: for a device or format that is unknown.
     """
     hardware = Device.of(device)
-    kv_format = _format_of(kv_cache_dtype, hardware, KVCacheError)
-    return get_manager().explain(hardware, kv_format.name)
+    manager = get_manager()
+    kv_format = calls.format_of(manager, kv_cache_dtype, hardware, KVCacheError)
+    return manager.explain(hardware, kv_format.name)
 
 
 def register(plugin: object, name: str | None = None) -> None:
@@ -198,35 +158,3 @@ def unregister(plugin: object) -> None:
     :raises KVCacheError: for a plugin that is not registered.
     """
     get_manager().unregister(plugin)
-
-
-def _format_of(
-    kv_cache_dtype: object, device: Device | None, error: Callable[[str], KVCacheError]
-) -> KVFormat:
-    """The format of this name, as a device stores it where one is given."""
-    manager = get_manager()
-    kv_format = None
-    if isinstance(kv_cache_dtype, str):
-        stored = formats.on_device(kv_cache_dtype, device) if device else kv_cache_dtype
-        kv_format = manager.kv_format(stored)
-    if kv_format is None:
-        unquantized = " (a cache that is not quantized needs nothing from here)"
-        hint = unquantized if kv_cache_dtype in _UNQUANTIZED else ""
-        known = ", ".join(manager.format_names)
-        raise error(f"unknown kv_cache_dtype {kv_cache_dtype!r}{hint}; known names are {known}")
-    return kv_format
-
-
-def _wrong_answer(
-    hook: HookName, device: Device, kv_cache_dtype: str, problem: str
-) -> KVCacheError:
-    return KVCacheError(
-        f"{hook} of {kv_cache_dtype} on {device} answered with {problem}; mend implementation "
-        f"{get_manager().answering(hook, device, kv_cache_dtype)}"
-    )
-
-
-def _head_shape(scales: KVScales) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    if isinstance(scales.k, torch.Tensor) and isinstance(scales.v, torch.Tensor):
-        return tuple(scales.k.shape), tuple(scales.v.shape)
-    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 
@@ -15,10 +15,44 @@ if TYPE_CHECKING:
 
     from kvcache_plugin.formats import KVFormat
 
+Scale: TypeAlias = float | torch.Tensor
+Out: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None] | QuantizedKV
+OutPair: TypeAlias = tuple[Out, Out]
+
 VALUE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 #: Half of the smallest positive float32: this and what is below becomes 0 there.
 _FLOAT32_UNDERFLOW: Final = 2.0**-150
+
+
+def check_is_tensor(tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise KVQuantizeError(f"K or V must be a tensor, got {type(tensor).__name__}")
+
+
+def check_pair(key: object, value: object) -> None:
+    """K and V are tensors on one device; the rest is checked for each."""
+    for side, tensor in (("K", key), ("V", value)):
+        if not isinstance(tensor, torch.Tensor):
+            raise KVQuantizeError(f"{side} must be a tensor, got {type(tensor).__name__}")
+    assert isinstance(key, torch.Tensor)
+    assert isinstance(value, torch.Tensor)
+    if key.device != value.device:
+        raise KVQuantizeError(
+            f"K and V must be on one device to be quantized together, K is on {key.device}, V is "
+            f"on {value.device}; call quantize_kv for each"
+        )
+
+
+def check_is_quantized(quantized: object) -> None:
+    if not isinstance(quantized, QuantizedKV):
+        raise KVQuantizeError(f"expected a QuantizedKV, got {type(quantized).__name__}")
+    for name, part in (("data", quantized.data), ("scale", quantized.scale)):
+        if not isinstance(part, torch.Tensor):
+            raise KVQuantizeError(
+                f"the {name} of quantized K or V must be a tensor, got {type(part).__name__}; take "
+                "it from quantize_kv"
+            )
 
 
 def check_tensor(tensor: torch.Tensor, kv_format: KVFormat) -> None:
@@ -110,14 +144,22 @@ def out_buffers(out: object, tensor: torch.Tensor, kv_format: KVFormat) -> OutBu
     return buffers
 
 
+def out_pair(out: object) -> tuple[Out | None, Out | None]:
+    """What K is written to and what V is, both ``None`` for new buffers."""
+    if out is None:
+        return None, None
+    if not isinstance(out, tuple) or len(out) != 2 or out[0] is None or out[1] is None:
+        kind = type(out).__name__
+        if isinstance(out, tuple):
+            kind += f" of {', '.join(type(part).__name__ for part in out) or 'nothing'}"
+        raise KVQuantizeError(
+            f"out is a pair of what quantize_kv takes, one for K and one for V, got {kind}"
+        )
+    return out
+
+
 def check_quantized(quantized: QuantizedKV, kv_format: KVFormat) -> None:
     data, scale = quantized.data, quantized.scale
-    for name, part in (("data", data), ("scale", scale)):
-        if not isinstance(part, torch.Tensor):
-            raise KVQuantizeError(
-                f"the {name} of quantized K or V must be a tensor, got {type(part).__name__}; take "
-                "it from quantize_kv"
-            )
     if data.dim() == 0:
         raise KVQuantizeError("quantized K or V has shape [..., head_dim], got data of shape ()")
     shape = values_shape(data, kv_format)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from kvcache_plugin.description import KVDescription
     from kvcache_plugin.device import Device
     from kvcache_plugin.formats import KVFormat
     from kvcache_plugin.quantized import OutBuffers, QuantizedKV
@@ -64,6 +65,23 @@ def quantize_kv(
 
 
 @hookspec(firstresult=True)
+def quantize_kv_pair(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    kv_cache_dtype: str,
+    device: Device,
+    out: tuple[OutBuffers, OutBuffers] | None,
+) -> tuple[QuantizedKV, QuantizedKV] | None:
+    """Quantize K and V in one launch; ``None`` passes, and ``quantize_kv`` is called for each.
+
+    Only that plugin is asked which is the first for ``quantize_kv``, and only while nobody wraps
+    that hook. Each argument is as in ``quantize_kv``; the shapes of K and V may differ.
+    """
+
+
+@hookspec(firstresult=True)
 def dequantize_kv(
     quantized: QuantizedKV, dtype: torch.dtype, device: Device
 ) -> torch.Tensor | None:
@@ -71,6 +89,15 @@ def dequantize_kv(
 
     :param dtype: float32, bfloat16 or float16.
     """
+
+
+@hookspec
+def describe_kv(device: Device, kv_cache_dtype: str) -> KVDescription:
+    """What this implementation says of itself for a device and format that it serves.
+
+    ``explain`` and the conformance checks ask; a selection, and so a token, does not.
+    """
+    raise NotImplementedError
 
 
 @hookspec

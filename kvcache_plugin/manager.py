@@ -9,14 +9,17 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_plugin import __version__, formats
+from kvcache_plugin.description import KVDescription
 from kvcache_plugin.errors import KVCacheError, NoImplementationError, add_note
 from kvcache_plugin.plugins import (
+    DESCRIBE,
     FORMATS,
+    PAIR,
     SELECTED_HOOKS,
     SUPPORTS,
     BrokenPluginError,
@@ -26,6 +29,7 @@ from kvcache_plugin.plugins import (
     new_plugin_manager,
     one_line,
     raised_by,
+    subset,
     wraps,
 )
 from kvcache_plugin.settings import BLOCK, read_settings, report_problems
@@ -95,14 +99,22 @@ class Explanation:
 
 @dataclass(frozen=True)
 class _Selection:
-    """The plugins that serve one device and format, and why the others do not."""
+    """The plugins that serve one device and format, and why the others do not.
+
+    :param in_pairs: whether K and V are quantized in one launch where both are there.
+    """
 
     plugins: pluggy.PluginManager
     unsupported: Mapping[str, str]
+    in_pairs: bool
 
     def callables(self, hook: str) -> list[str]:
         """Names of the plugins that answer a hook, the first that is called first."""
         return [impl.plugin_name for impl in call_order(self.plugins, hook) if not wraps(impl)]
+
+    def wrappers(self, hook: str) -> list[str]:
+        """Names of the plugins that wrap a hook, the outermost first."""
+        return [impl.plugin_name for impl in call_order(self.plugins, hook) if wraps(impl)]
 
 
 class Manager:
@@ -178,7 +190,7 @@ class Manager:
     def implementations(self) -> tuple[Implementation, ...]:
         """Every plugin that was found, in call order, those that are left out last."""
         with self._lock:
-            hooks = (*SELECTED_HOOKS, SUPPORTS, FORMATS)
+            hooks = (*SELECTED_HOOKS, SUPPORTS, DESCRIBE, FORMATS)
             impls = (impl for hook in hooks for impl in call_order(self._plugins, hook))
             names = dict.fromkeys(impl.plugin_name for impl in impls)
             left_out = [found for found in self._found if found.left_out]
@@ -254,18 +266,7 @@ class Manager:
         """
         key = (device, kv_cache_dtype)
         selection = self._selections.get(key) or self._select(key)
-        caller: pluggy.HookCaller = getattr(selection.plugins.hook, hook)
-        try:
-            result = caller(**arguments)
-        except Exception as error:
-            name = raised_by(error, caller)
-            if name:
-                add_note(
-                    error,
-                    f"{hook} for {kv_cache_dtype} on {device} was called in implementation "
-                    f"{self._loaded(name)}",
-                )
-            raise
+        result = self._call(selection, hook, device, kv_cache_dtype, arguments)
         if result is None:
             nobody = not selection.callables(hook)
             what = (
@@ -276,6 +277,35 @@ class Manager:
             raise self._none(hook, device, kv_cache_dtype, what)
         return result
 
+    def call_pair(self, device: Device, kv_cache_dtype: str, /, **arguments: Any) -> Any:
+        """Quantize K and V in one launch; ``None`` where they are to be quantized one by one."""
+        key = (device, kv_cache_dtype)
+        selection = self._selections.get(key) or self._select(key)
+        if not selection.in_pairs:
+            return None
+        return self._call(selection, PAIR, device, kv_cache_dtype, arguments)
+
+    def _call(
+        self,
+        selection: _Selection,
+        hook: HookName,
+        device: Device,
+        kv_cache_dtype: str,
+        arguments: Mapping[str, Any],
+    ) -> Any:
+        caller: pluggy.HookCaller = getattr(selection.plugins.hook, hook)
+        try:
+            return caller(**arguments)
+        except Exception as error:
+            name = raised_by(error, caller)
+            if name:
+                add_note(
+                    error,
+                    f"{hook} for {kv_cache_dtype} on {device} was called in implementation "
+                    f"{self._loaded(name)}",
+                )
+            raise
+
     def answering(self, hook: HookName, device: Device, kv_cache_dtype: str) -> str:
         """The plugins that a result of the hook can come from, wrappers too, for a message."""
         plugins = self._select((device, kv_cache_dtype)).plugins
@@ -285,9 +315,31 @@ class Manager:
     def explain(self, device: Device, kv_cache_dtype: str) -> tuple[Explanation, ...]:
         """Every implementation in call order: what it is chosen for, and why or why not."""
         selection = self._select((device, kv_cache_dtype))
-        return tuple(self._explain_one(found, selection) for found in self.implementations)
+        return tuple(
+            self._explain_one(found, selection, device, kv_cache_dtype)
+            for found in self.implementations
+        )
 
-    def _explain_one(self, found: Implementation, selection: _Selection) -> Explanation:
+    def describe(self, name: str, device: Device, kv_cache_dtype: str) -> KVDescription:
+        """What an implementation says of itself; its docstring stands in for a broken answer."""
+        description, problem = KVDescription(), ""
+        try:
+            answer = self._ask(DESCRIBE, name, device, kv_cache_dtype)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            problem = f"its describe_kv raised {one_line(error)}"
+        else:
+            if isinstance(answer, KVDescription):
+                description = answer
+            elif answer is not None:
+                problem = f"its describe_kv answered {answer!r} instead of a KVDescription"
+        how = description.how.strip().rstrip(".") or self._loaded(name).summary
+        return replace(description, how="; ".join(filter(None, (how, problem))))
+
+    def _explain_one(
+        self, found: Implementation, selection: _Selection, device: Device, kv_cache_dtype: str
+    ) -> Explanation:
         if found.left_out:
             return Explanation(found.name, found.distribution, (), found.left_out)
         if found.name in selection.unsupported:
@@ -300,11 +352,14 @@ class Manager:
                 chosen_for.append(hook)
             elif found.name in names:
                 reasons.append(f"{names[0]} comes before it for {hook}")
-            elif hook in found.hooks:
+            elif found.name in selection.wrappers(hook):
                 reasons.append(f"wraps {hook}")
+            elif hook in found.hooks:
+                reasons.append(_why_no_pairs(found.name, selection))
         if chosen_for:
-            reasons.insert(0, found.summary or "says that it serves this")
-        reason = "; ".join(reasons)
+            how = self.describe(found.name, device, kv_cache_dtype).how
+            reasons.insert(0, how or "says that it serves this")
+        reason = "; ".join(filter(None, reasons))
         return Explanation(
             found.name,
             found.distribution,
@@ -324,14 +379,27 @@ class Manager:
             reason = "" if wraps(impl) else self._why_not(impl.plugin_name, device, kv_cache_dtype)
             if reason:
                 unsupported[impl.plugin_name] = reason
-        return _Selection(self._only(lambda name: name not in unsupported), unsupported)
+        # Whoever comes first for quantize_kv decides how K and V are written, and so does a wrapper
+        # of it: the quantize_kv_pair of another plugin would pass them by.
+        serving = [
+            impl
+            for impl in call_order(self._plugins, "quantize_kv")
+            if impl.plugin_name not in unsupported
+        ]
+        first = serving[0].plugin_name if serving and not any(map(wraps, serving)) else None
+        plugins = subset(
+            self._plugins,
+            lambda name, hook, is_wrapper: (
+                name not in unsupported and (hook != PAIR or is_wrapper or name == first)
+            ),
+        )
+        in_pairs = any(not wraps(impl) for impl in call_order(plugins, PAIR))
+        return _Selection(plugins, unsupported, in_pairs)
 
     def _why_not(self, name: str, device: Device, kv_cache_dtype: str) -> str:
         """Why an implementation does not serve the device and format; empty when it does."""
-        wrappers = [impl.plugin_name for impl in call_order(self._plugins, SUPPORTS) if wraps(impl)]
-        asked = self._only(lambda other: other == name or other in wrappers)
         try:
-            answers = asked.hook.supports_kv(device=device, kv_cache_dtype=kv_cache_dtype)
+            answer = self._ask(SUPPORTS, name, device, kv_cache_dtype)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -344,25 +412,18 @@ class Manager:
                 exc_info=error,
             )
             return f"its supports_kv raised {one_line(error)}"
-        # A list of one, unless a wrapper has made something else of it.
-        answer = answers[0] if isinstance(answers, list) and answers else (answers or None)
         if answer is True:
             return ""
         if isinstance(answer, str) and answer:
             return answer
         return f"its supports_kv answered {answer!r} instead of True or the reason why not"
 
-    def _only(self, takes_part: Callable[[str], bool]) -> pluggy.PluginManager:
-        """A plugin manager of some of the plugins, in the same order.
-
-        pluggy's own subset_hook_caller filters anew at each call, and before 1.7 by the name of the
-        function and not of the hook.
-        """
-        plugins = new_plugin_manager()
-        for name, plugin in self._plugins.list_name_plugin():
-            if takes_part(name):
-                plugins.register(plugin, name)
-        return plugins
+    def _ask(self, hook: str, name: str, device: Device, kv_cache_dtype: str) -> object:
+        """What one plugin answers to a hook that collects answers; ``None`` for nothing."""
+        asked = subset(self._plugins, lambda other, _, is_wrapper: is_wrapper or other == name)
+        answers = getattr(asked.hook, hook)(device=device, kv_cache_dtype=kv_cache_dtype)
+        # A list of one, unless a wrapper has made something else of it.
+        return answers[0] if isinstance(answers, list) and answers else (answers or None)
 
     def _none(
         self, hook: str, device: Device, kv_cache_dtype: str, what: str
@@ -375,6 +436,16 @@ class Manager:
             f"{hook} of {kv_cache_dtype} on {device}: {what}. Install or unblock an implementation "
             f"for it. What there is: {reasons or 'nothing'}"
         )
+
+
+def _why_no_pairs(name: str, selection: _Selection) -> str:
+    """Why a ``quantize_kv_pair`` is not called; empty where its ``quantize_kv`` is not either."""
+    names, wrappers = selection.callables("quantize_kv"), selection.wrappers("quantize_kv")
+    if name not in names:
+        return f"its {PAIR} would be called where it comes first for quantize_kv, which it lacks"
+    if name != names[0]:
+        return ""
+    return f"its {PAIR} is not called, since {wrappers[0]} wraps quantize_kv"
 
 
 _loading = threading.RLock()

@@ -5,27 +5,36 @@ from __future__ import annotations
 import inspect
 import logging
 import traceback
+from functools import partial
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import pluggy
 
 from kvcache_plugin import hookspecs
 from kvcache_plugin.formats import KVFormat
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP: Final = hookspecs.PROJECT_NAME
 
-HookName: TypeAlias = Literal["validate_kv_scales", "quantize_kv", "dequantize_kv"]
+HookName: TypeAlias = Literal[
+    "validate_kv_scales", "quantize_kv", "quantize_kv_pair", "dequantize_kv"
+]
 SELECTED_HOOKS: Final[tuple[HookName, ...]] = (
     "quantize_kv",
+    "quantize_kv_pair",
     "dequantize_kv",
     "validate_kv_scales",
 )
 SUPPORTS: Final = "supports_kv"
+PAIR: Final = "quantize_kv_pair"
+DESCRIBE: Final = "describe_kv"
 FORMATS: Final = "kv_formats"
-KNOWN_HOOKS: Final = (SUPPORTS, *SELECTED_HOOKS, FORMATS)
+KNOWN_HOOKS: Final = (SUPPORTS, *SELECTED_HOOKS, DESCRIBE, FORMATS)
 
 
 class BrokenPluginError(Exception):
@@ -36,6 +45,36 @@ def new_plugin_manager() -> pluggy.PluginManager:
     plugins = pluggy.PluginManager(hookspecs.PROJECT_NAME)
     plugins.add_hookspecs(hookspecs)
     return plugins
+
+
+def subset(
+    plugins: pluggy.PluginManager, takes_part: Callable[[str, str, bool], bool]
+) -> pluggy.PluginManager:
+    """Some of the hook functions of some plugins, in the same order.
+
+    pluggy's own subset_hook_caller filters anew at each call, and before 1.7 by the name of the
+    function and not of the hook.
+
+    :param takes_part: is given the plugin's name, the hook's, and whether the function wraps it.
+    """
+    chosen = _Subset(hookspecs.PROJECT_NAME)
+    chosen.add_hookspecs(hookspecs)
+    for name, plugin in plugins.list_name_plugin():
+        if plugin is not None:
+            chosen.takes_part = partial(takes_part, name)
+            chosen.register(plugin, name)
+    return chosen
+
+
+class _Subset(pluggy.PluginManager):
+    takes_part: Callable[[str, bool], bool]
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+        options = super().parse_hookimpl_opts(plugin, name)
+        if options is None:
+            return None
+        is_wrapper = bool(options.get("wrapper") or options.get("hookwrapper"))
+        return options if self.takes_part(options.get("specname") or name, is_wrapper) else None
 
 
 def check_plugin(plugin: object, name: object) -> tuple[tuple[str, ...], str, tuple[KVFormat, ...]]:

@@ -51,8 +51,8 @@ def named(language: str) -> list[Any]:
     ]
 
 
-def test_there_are_five_hooks() -> None:
-    assert len(HOOKS) == 5
+def test_there_are_seven_hooks() -> None:
+    assert len(HOOKS) == 7
 
 
 @pytest.mark.parametrize("hook", HOOKS)
