@@ -325,15 +325,14 @@ class Manager:
         description, problem = KVDescription(), ""
         try:
             answer = self._ask(DESCRIBE, name, device, kv_cache_dtype)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            problem = f"its describe_kv raised {one_line(error)}"
-        else:
             if isinstance(answer, KVDescription):
                 description = answer
             elif answer is not None:
                 problem = f"its describe_kv answered {answer!r} instead of a KVDescription"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            problem = f"its describe_kv raised {one_line(error)}"
         how = description.how.strip().rstrip(".") or self._loaded(name).summary
         return replace(description, how="; ".join(filter(None, (how, problem))))
 

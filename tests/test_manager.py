@@ -9,10 +9,8 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,14 +19,17 @@ import kvcache_plugin as kv
 from kvcache_plugin.manager import BUILT_IN, OWN_DISTRIBUTION, Manager, get_manager
 from kvcache_plugin.settings import SWITCHES, Settings, read_settings
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+    from tests.conftest import Register
+
 ROOT = Path(__file__).resolve().parents[1]
 CPU = kv.Device("cpu")
 DEVICES = (CPU, kv.Device.parse("sm_90"), kv.Device.parse("gfx942"), kv.Device("npu", "npu_v2"))
 FORMATS = ("fp8_e4m3", "fp8_e5m2", "nvfp4")
 HOOKS = ("quantize_kv", "dequantize_kv", "validate_kv_scales")
 INT8 = kv.KVFormat("int8_test", "int8", "int8", 127.0)
-
-Register = Callable[..., Any]
 
 
 class Quantizer:
@@ -111,22 +112,6 @@ class Int8:
     ) -> kv.QuantizedKV:
         self.names.append(kv_cache_dtype)
         return kv.QuantizedKV((tensor / scale).to(torch.int8), None, scale, kv_cache_dtype)
-
-
-@pytest.fixture
-def register() -> Iterator[Register]:
-    """``kv.register``, undone after the test."""
-    registered = []
-
-    def add(plugin: Any, name: str | None = None) -> Any:
-        kv.register(plugin, name)
-        registered.append(plugin)
-        return plugin
-
-    yield add
-    for plugin in reversed(registered):
-        with suppress(kv.KVCacheError):
-            kv.unregister(plugin)
 
 
 @pytest.fixture(autouse=True)

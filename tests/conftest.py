@@ -1,0 +1,32 @@
+"""What several test modules use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pytest
+
+import kvcache_plugin as kv
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Register: TypeAlias = Callable[..., Any]
+
+
+@pytest.fixture
+def register() -> Iterator[Register]:
+    """``kv.register``, undone after the test."""
+    registered = []
+
+    def add(plugin: Any, name: str | None = None) -> Any:
+        kv.register(plugin, name)
+        registered.append(plugin)
+        return plugin
+
+    yield add
+    for plugin in reversed(registered):
+        with suppress(kv.KVCacheError):
+            kv.unregister(plugin)
