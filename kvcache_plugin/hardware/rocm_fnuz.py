@@ -1,21 +1,42 @@
-"""ROCm FNUZ (gfx940, gfx941, gfx942): converts checkpoint scales for e4m3fnuz."""
+"""ROCm FNUZ (gfx940, gfx941, gfx942): FP8 as e4m3fnuz with doubled scales, NVFP4, by Triton."""
 
 from __future__ import annotations
 
-from kvcache_plugin import Device, KVScales, hookimpl
+from typing import Final
 
-_FORMAT = "fp8_e4m3fnuz"
+from kvcache_plugin import Device, KVDescription, hookimpl
+from kvcache_plugin.hardware.triton_hooks import (
+    FNUZ,
+    dequantize_kv,
+    how,
+    quantize_kv,
+    quantize_kv_pair,
+    validate_kv_scales,
+    why_not_format,
+    why_not_triton,
+)
+
+__all__ = [
+    "dequantize_kv",
+    "describe_kv",
+    "quantize_kv",
+    "quantize_kv_pair",
+    "supports_kv",
+    "validate_kv_scales",
+]
+
+_OCP_ARCHS: Final = ("gfx950", "gfx12")
 
 
 @hookimpl
 def supports_kv(device: Device, kv_cache_dtype: str) -> bool | str:
     if not device.is_fnuz:
-        return f"serves the FNUZ GPUs gfx940, gfx941 and gfx942, and this is {device}"
-    if kv_cache_dtype != _FORMAT:
-        return f"converts scales for {_FORMAT} alone"
-    return True
+        ocp = ", whose FP8 formats are OCP's" if device.arch.startswith(_OCP_ARCHS) else ""
+        return f"serves the FNUZ GPUs gfx940, gfx941 and gfx942, and this is {device}{ocp}"
+    return why_not_format(kv_cache_dtype) or why_not_triton() or True
 
 
 @hookimpl
-def validate_kv_scales(scales: KVScales) -> KVScales:
-    return scales.for_fnuz()
+def describe_kv(device: Device, kv_cache_dtype: str) -> KVDescription:
+    doubled = "; checkpoint scales are doubled" if kv_cache_dtype == FNUZ else ""
+    return KVDescription(how(device, kv_cache_dtype) + doubled)

@@ -1,0 +1,41 @@
+"""Every other GPU that Triton serves: CUDA from 8.0, and ROCm."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvcache_plugin import Device, KVDescription, hookimpl
+from kvcache_plugin.hardware.triton_hooks import (
+    dequantize_kv,
+    how,
+    quantize_kv,
+    quantize_kv_pair,
+    validate_kv_scales,
+    why_not_format,
+    why_not_triton,
+)
+
+__all__ = [
+    "dequantize_kv",
+    "describe_kv",
+    "quantize_kv",
+    "quantize_kv_pair",
+    "supports_kv",
+    "validate_kv_scales",
+]
+
+#: Triton compiles for this CUDA capability and newer ones.
+_OLDEST: Final = (8, 0)
+
+
+@hookimpl
+def supports_kv(device: Device, kv_cache_dtype: str) -> bool | str:
+    is_old = device.capability is not None and device.capability < _OLDEST
+    if device.kind not in ("cuda", "rocm") or is_old:
+        return f"serves CUDA from sm_80, and ROCm, and this is {device}"
+    return why_not_format(kv_cache_dtype) or why_not_triton() or True
+
+
+@hookimpl
+def describe_kv(device: Device, kv_cache_dtype: str) -> KVDescription:
+    return KVDescription(how(device, kv_cache_dtype))
