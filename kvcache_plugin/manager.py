@@ -48,7 +48,14 @@ logger = logging.getLogger(__name__)
 OWN_DISTRIBUTION: Final = f"kvcache-plugin {__version__}"
 #: Modules of ``kvcache_plugin.hardware``. pluggy calls the last one first; a plugin of another
 #: distribution is registered later, and so comes before all of these.
-BUILT_IN: Final = ("cpu_reference", "triton_gpu", "rocm_fnuz", "cuda_sm90")
+BUILT_IN: Final = (
+    "cpu_reference",
+    "triton_gpu",
+    "rocm_fnuz",
+    "cuda_sm120",
+    "cuda_sm100",
+    "cuda_sm90",
+)
 
 _BLOCKED: Final = f"blocked by {BLOCK.name}"
 

@@ -1,0 +1,33 @@
+"""CUDA SM100 (10.x): NVFP4 by FlashInfer, or by Triton where that is not used; FP8 by Triton."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvcache_plugin import Device, hookimpl
+from kvcache_plugin.hardware.flashinfer_nvfp4 import (
+    dequantize_kv,
+    describe_kv,
+    quantize_kv,
+    quantize_kv_pair,
+    validate_kv_scales,
+)
+from kvcache_plugin.hardware.triton_hooks import why_not_format, why_not_triton
+
+__all__ = [
+    "dequantize_kv",
+    "describe_kv",
+    "quantize_kv",
+    "quantize_kv_pair",
+    "supports_kv",
+    "validate_kv_scales",
+]
+
+_MAJOR: Final = 10
+
+
+@hookimpl
+def supports_kv(device: Device, kv_cache_dtype: str) -> bool | str:
+    if device.capability is None or device.capability[0] != _MAJOR:
+        return f"serves CUDA 10.x, and this is {device}"
+    return why_not_format(kv_cache_dtype) or why_not_triton() or True
