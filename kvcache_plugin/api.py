@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from torch.compiler import is_compiling
 
 from kvcache_plugin import calls
 from kvcache_plugin.arguments import check_is_quantized, check_is_tensor, check_pair
@@ -83,6 +84,10 @@ def quantize_kv(
     :raises NoImplementationError: when no implementation serves the device and format.
     """
     check_is_tensor(tensor)
+    if is_compiling():
+        from kvcache_plugin import compiled
+
+        return compiled.quantize(tensor, scale, kv_cache_dtype, out)
     device = Device.of(tensor.device)
     return calls.quantize(get_manager(), device, tensor, scale, kv_cache_dtype, out)
 
@@ -111,6 +116,10 @@ def quantize_kv_pair(
     :raises NoImplementationError: when no implementation serves the device and format.
     """
     check_pair(key, value)
+    if is_compiling():
+        from kvcache_plugin import compiled
+
+        return compiled.quantize_pair(key, value, k_scale, v_scale, kv_cache_dtype, out)
     device = Device.of(key.device)
     return calls.quantize_pair(
         get_manager(), device, key, value, k_scale, v_scale, kv_cache_dtype, out
@@ -127,6 +136,10 @@ def dequantize_kv(quantized: QuantizedKV, *, dtype: torch.dtype = torch.bfloat16
     :raises NoImplementationError: when no implementation serves the device and format.
     """
     check_is_quantized(quantized)
+    if is_compiling():
+        from kvcache_plugin import compiled
+
+        return compiled.dequantize(quantized, dtype)
     return calls.dequantize(get_manager(), Device.of(quantized.data.device), quantized, dtype)
 
 

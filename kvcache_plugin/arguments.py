@@ -20,6 +20,7 @@ Out: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None] | Quant
 OutPair: TypeAlias = tuple[Out, Out]
 
 VALUE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+_VALUE_DTYPE_NAMES: Final = "float32, bfloat16 or float16"
 _FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 #: Half of the smallest positive float32: this and what is below becomes 0 there.
 _FLOAT32_UNDERFLOW: Final = 2.0**-150
@@ -63,7 +64,7 @@ def check_tensor(tensor: torch.Tensor, kv_format: KVFormat) -> None:
         )
     if tensor.dtype not in VALUE_DTYPES:
         raise KVQuantizeError(
-            f"K or V must be {dtype_names(VALUE_DTYPES)} to be quantized to {kv_format.name}, got "
+            f"K or V must be {_VALUE_DTYPE_NAMES} to be quantized to {kv_format.name}, got "
             f"{tensor.dtype} of shape {tuple(tensor.shape)}; K and V that are quantized already "
             "are not quantized again"
         )
@@ -82,6 +83,11 @@ def scale_tensor(scale: object, tensor: torch.Tensor, kv_format: KVFormat) -> to
     """The scale as float32 on the tensor's device, ``[1]`` or ``[H]``; the host copies nothing."""
     if isinstance(scale, torch.Tensor):
         return _checked_scale_tensor(scale, tensor, kv_format)
+    return filled(scale, tensor.device)
+
+
+def filled(scale: object, device: torch.device) -> torch.Tensor:
+    """A number as float32 ``[1]``."""
     value = as_float(scale)
     if value is None:
         raise KVQuantizeError(
@@ -93,7 +99,7 @@ def scale_tensor(scale: object, tensor: torch.Tensor, kv_format: KVFormat) -> to
             f"the scale must be finite and > 0 in torch.float32, got {scale!r}; take scales from "
             "validate_kv_scales, which refuses corrupt ones"
         )
-    return torch.full((1,), value, dtype=torch.float32, device=tensor.device)
+    return torch.full((1,), value, dtype=torch.float32, device=device)
 
 
 def _checked_scale_tensor(
@@ -129,19 +135,23 @@ def _checked_scale_tensor(
 
 
 def out_buffers(out: object, tensor: torch.Tensor, kv_format: KVFormat) -> OutBuffers:
-    if isinstance(out, QuantizedKV):
-        buffers = OutBuffers(out.data, out.block_scales)
-    elif isinstance(out, torch.Tensor):
-        buffers = OutBuffers(out)
-    elif isinstance(out, tuple) and 1 <= len(out) <= 2:
-        buffers = OutBuffers(*out)
-    else:
-        raise KVQuantizeError(
-            "out is a tensor for data, a tuple (data, block_scales) or a QuantizedKV, got "
-            f"{type(out).__name__}"
-        )
+    buffers = buffers_of(out)
     _check_layout(buffers, tensor.shape, tensor.device, kv_format, "out")
     return buffers
+
+
+def buffers_of(out: object) -> OutBuffers:
+    """What ``out`` names, not yet looked at."""
+    if isinstance(out, QuantizedKV):
+        return OutBuffers(out.data, out.block_scales)
+    if isinstance(out, torch.Tensor):
+        return OutBuffers(out)
+    if isinstance(out, tuple) and 1 <= len(out) <= 2:
+        return OutBuffers(*out)
+    raise KVQuantizeError(
+        "out is a tensor for data, a tuple (data, block_scales) or a QuantizedKV, got "
+        f"{type(out).__name__}"
+    )
 
 
 def out_pair(out: object) -> tuple[Out | None, Out | None]:
@@ -156,6 +166,11 @@ def out_pair(out: object) -> tuple[Out | None, Out | None]:
             f"out is a pair of what quantize_kv takes, one for K and one for V, got {kind}"
         )
     return out
+
+
+def check_value_dtype(dtype: object) -> None:
+    if dtype not in VALUE_DTYPES:
+        raise KVQuantizeError(f"values come as {_VALUE_DTYPE_NAMES}, got dtype={dtype}")
 
 
 def check_quantized(quantized: QuantizedKV, kv_format: KVFormat) -> None:
@@ -189,7 +204,11 @@ def values_shape(data: torch.Tensor, kv_format: KVFormat) -> tuple[int, ...]:
 
 
 def wrong_result(
-    result: object, tensor: torch.Tensor, kv_format: KVFormat, buffers: OutBuffers | None
+    result: object,
+    tensor: torch.Tensor,
+    scale: torch.Tensor,
+    kv_format: KVFormat,
+    buffers: OutBuffers | None,
 ) -> str:
     """What is wrong with what an implementation made of K or V; empty when nothing is.
 
@@ -210,7 +229,18 @@ def wrong_result(
         _check_layout(own, tensor.shape, tensor.device, kv_format, "QuantizedKV")
     except KVQuantizeError as error:
         return f"a result that does not fit: {error}"
+    if result.scale is not scale and not _is_same_memory(result.scale, scale):
+        return "a scale of its own instead of the one that it was given"
     return ""
+
+
+def _is_same_memory(one: object, other: torch.Tensor) -> bool:
+    """Whether a tensor is a view of all of another, as what ``contiguous`` gives may be."""
+    return (
+        isinstance(one, torch.Tensor)
+        and (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+        and (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
+    )
 
 
 def kind_of(answer: object) -> str:
@@ -259,8 +289,3 @@ def _check_buffer(
             f"{what} must be {dtype} with shape {shape} on {device}, got {buffer.dtype} with shape "
             f"{tuple(buffer.shape)} on {buffer.device}"
         )
-
-
-def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
-    *most, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return f"{', '.join(most)} or {last}"

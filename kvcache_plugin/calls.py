@@ -7,19 +7,18 @@ hardware that this machine does not have. Nothing here asks a tensor what hardwa
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 
 from kvcache_plugin import formats
 from kvcache_plugin.arguments import (
-    VALUE_DTYPES,
     check_is_quantized,
     check_is_tensor,
     check_pair,
     check_quantized,
     check_tensor,
-    dtype_names,
+    check_value_dtype,
     kind_of,
     out_buffers,
     out_pair,
@@ -29,6 +28,7 @@ from kvcache_plugin.arguments import (
 )
 from kvcache_plugin.errors import KVCacheError, KVQuantizeError, KVScaleError
 from kvcache_plugin.plugins import PAIR
+from kvcache_plugin.quantized import OutBuffers, QuantizedKV
 from kvcache_plugin.scales import KVScales, ScaleSite, resolve_scales, serve_scales
 
 if TYPE_CHECKING:
@@ -39,8 +39,10 @@ if TYPE_CHECKING:
     from kvcache_plugin.formats import KVFormat
     from kvcache_plugin.manager import Manager
     from kvcache_plugin.plugins import HookName
-    from kvcache_plugin.quantized import OutBuffers, QuantizedKV
     from kvcache_plugin.scales import Granularity
+
+#: The scale and the buffers as an implementation gets them.
+Prepared: TypeAlias = tuple[torch.Tensor, OutBuffers | None]
 
 #: What engines call a KV cache in the model's own dtype.
 _UNQUANTIZED: Final = ("auto", "bf16", "bfloat16", "float16", "fp16", "half", "float32")
@@ -93,7 +95,7 @@ def quantize(
     """What ``quantize_kv`` does."""
     check_is_tensor(tensor)
     kv_format = format_of(manager, kv_cache_dtype, device, KVQuantizeError)
-    multiplier, buffers = _prepared(tensor, scale, kv_format, out)
+    multiplier, buffers = prepared(tensor, scale, kv_format, out)
     return _quantize_one(manager, device, tensor, multiplier, kv_format, buffers)
 
 
@@ -108,12 +110,11 @@ def quantize_pair(
     out: OutPair | None = None,
 ) -> tuple[QuantizedKV, QuantizedKV]:
     """What ``quantize_kv_pair`` does."""
-    check_pair(key, value)
     kv_format = format_of(manager, kv_cache_dtype, device, KVQuantizeError)
-    k_out, v_out = out_pair(out)
     # Both before either: what is refused for V must not leave K written.
-    k_multiplier, k_buffers = _prepared_side("K", key, k_scale, kv_format, k_out)
-    v_multiplier, v_buffers = _prepared_side("V", value, v_scale, kv_format, v_out)
+    (k_multiplier, k_buffers), (v_multiplier, v_buffers) = prepared_pair(
+        key, value, k_scale, v_scale, kv_format, out
+    )
     buffers = None if k_buffers is None or v_buffers is None else (k_buffers, v_buffers)
     result: object = manager.call_pair(
         device,
@@ -136,8 +137,8 @@ def quantize_pair(
         raise _wrong_answer(manager, PAIR, device, kv_format, problem)
     k_result, v_result = result
     for side, problem in (
-        ("K", wrong_result(k_result, key, kv_format, k_buffers)),
-        ("V", wrong_result(v_result, value, kv_format, v_buffers)),
+        ("K", wrong_result(k_result, key, k_multiplier, kv_format, k_buffers)),
+        ("V", wrong_result(v_result, value, v_multiplier, kv_format, v_buffers)),
     ):
         if problem:
             raise _wrong_answer(manager, PAIR, device, kv_format, f"{side}: {problem}")
@@ -149,8 +150,7 @@ def dequantize(
 ) -> torch.Tensor:
     """What ``dequantize_kv`` does."""
     check_is_quantized(quantized)
-    if dtype not in VALUE_DTYPES:
-        raise KVQuantizeError(f"values come as {dtype_names(VALUE_DTYPES)}, got dtype={dtype}")
+    check_value_dtype(dtype)
     # The codes say what they are: fp8_e4m3 codes stay that, also on FNUZ hardware.
     kv_format = format_of(manager, quantized.kv_cache_dtype, None, KVQuantizeError)
     check_quantized(quantized, kv_format)
@@ -186,20 +186,29 @@ def format_of(
     return kv_format
 
 
-def _prepared(
-    tensor: torch.Tensor, scale: Scale, kv_format: KVFormat, out: Out | None
-) -> tuple[torch.Tensor, OutBuffers | None]:
-    """The scale and the buffers as an implementation gets them."""
+def prepared(tensor: torch.Tensor, scale: Scale, kv_format: KVFormat, out: Out | None) -> Prepared:
+    """See that K or V can be quantized, to buffers that fit."""
     check_tensor(tensor, kv_format)
     multiplier = scale_tensor(scale, tensor, kv_format)
     return multiplier, None if out is None else out_buffers(out, tensor, kv_format)
 
 
-def _prepared_side(
-    side: str, tensor: torch.Tensor, scale: Scale, kv_format: KVFormat, out: Out | None
-) -> tuple[torch.Tensor, OutBuffers | None]:
+def prepared_pair(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_scale: Scale,
+    v_scale: Scale,
+    kv_format: KVFormat,
+    out: OutPair | None,
+) -> tuple[Prepared, Prepared]:
+    """See that K and V can be quantized, and say which cannot."""
+    check_pair(key, value)
+    k_out, v_out = out_pair(out)
+    side = "K"
     try:
-        return _prepared(tensor, scale, kv_format, out)
+        k_prepared = prepared(key, k_scale, kv_format, k_out)
+        side = "V"
+        return k_prepared, prepared(value, v_scale, kv_format, v_out)
     except KVQuantizeError as error:
         raise KVQuantizeError(f"{side}: {error}") from error
 
@@ -222,7 +231,7 @@ def _quantize_one(
         device=device,
         out=buffers,
     )
-    problem = wrong_result(result, tensor, kv_format, buffers)
+    problem = wrong_result(result, tensor, multiplier, kv_format, buffers)
     if problem:
         raise _wrong_answer(manager, "quantize_kv", device, kv_format, problem)
     return result

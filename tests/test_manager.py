@@ -33,7 +33,7 @@ INT8 = kv.KVFormat("int8_test", "int8", "int8", 127.0)
 
 
 class Quantizer:
-    """Quantizes on the CPU: its answer is always the same object.
+    """Quantizes on the CPU: its codes are always the same.
 
     :param supports: what ``supports_kv`` answers; an exception is raised.
     :param answer: what ``quantize_kv`` answers instead; an exception is raised.
@@ -43,7 +43,7 @@ class Quantizer:
         codes = torch.zeros(2, 32).to(torch.float8_e4m3fn)
         self.result = kv.QuantizedKV(codes, None, torch.ones(1), "fp8_e4m3")
         self.supports = supports
-        self.answer = self.result if answer is ... else answer
+        self.answer = answer
         self.asked: list[tuple[kv.Device, str]] = []
         self.calls = 0
 
@@ -53,9 +53,10 @@ class Quantizer:
         return _raise_or_return(self.supports)
 
     @kv.hookimpl
-    def quantize_kv(self) -> object:
+    def quantize_kv(self, scale: torch.Tensor) -> object:
         self.calls += 1
-        return _raise_or_return(self.answer)
+        self.result = dataclasses.replace(self.result, scale=scale)
+        return self.result if self.answer is ... else _raise_or_return(self.answer)
 
 
 class Everywhere:
@@ -151,7 +152,7 @@ def test_explain_says_what_each_is_chosen_for_and_why(register: Register) -> Non
         "vendor",
         "registered at run time",
         ("quantize_kv",),
-        "Quantizes on the CPU: its answer is always the same object",
+        "Quantizes on the CPU: its codes are always the same",
     )
     assert reference.distribution == OWN_DISTRIBUTION
     assert reference.chosen_for == ("dequantize_kv", "validate_kv_scales")
@@ -268,10 +269,15 @@ def test_a_reason_holds_for_hooks_of_any_function_name(register: Register) -> No
 
 
 def test_wrappers_run_around_the_chosen_one(register: Register) -> None:
-    other = Quantizer().result
-    wrapper = register(Around(lambda result: other), "around")
+    others = []
+
+    def change(result: kv.QuantizedKV) -> kv.QuantizedKV:
+        others.append(dataclasses.replace(result))
+        return others[-1]
+
+    wrapper = register(Around(change), "around")
     plugin = register(Quantizer(), "vendor")
-    assert _quantize() is other
+    assert _quantize() is others[0]
     assert wrapper.seen == ["fp8_e4m3", plugin.result]
     assert _row("vendor").chosen
 
@@ -471,6 +477,24 @@ def test_a_result_beside_the_callers_buffers_is_refused(register: Register) -> N
     buffer = torch.zeros(2, 32).to(torch.float8_e4m3fn)
     with pytest.raises(kv.KVCacheError, match=r"buffers of its own .*'vendor'"):
         kv.quantize_kv(torch.ones(2, 32), 1.0, "fp8", out=buffer)
+
+
+def test_a_scale_of_its_own_is_refused(register: Register) -> None:
+    """The caller reads the codes with the scale that it gave."""
+    plugin = register(Quantizer(), "vendor")
+    plugin.answer = dataclasses.replace(plugin.result, scale=torch.ones(1))
+    with pytest.raises(kv.KVCacheError, match=r"a scale of its own .*'vendor'"):
+        _quantize()
+
+
+def test_a_view_of_the_scale_is_the_scale(register: Register) -> None:
+    class Views(Quantizer):
+        @kv.hookimpl
+        def quantize_kv(self, scale: torch.Tensor) -> object:
+            return dataclasses.replace(self.result, scale=scale.view(-1))
+
+    register(Views())
+    assert _quantize().scale == 1.0
 
 
 def test_a_refusal_without_a_layer_gets_it(register: Register) -> None:
