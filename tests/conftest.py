@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,6 +13,9 @@ import kvcache_plugin as kv
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# Before anything imports Triton: its kernels run on the CPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 Register: TypeAlias = Callable[..., Any]
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["dequantize_kv", "describe_kv", "quantize_kv", "quantize_kv_pair", "validate_kv_scales"]
 
 #: How far its quantizer may be from the reference: "FlashInfer" in ``docs/numerics.md``.
-TOLERANCE: Final = KVTolerance(codes=0.03, block_scales=1 / 16, nan=True)
+TOLERANCE: Final = KVTolerance(codes=1 / 64, block_scales=1 / 16, nan=True)
 #: It numbers values in 32 bits.
 MOST_VALUES: Final = torch.iinfo(torch.int32).max
 

@@ -92,7 +92,7 @@ def why_not_flashinfer(device: Device) -> str:
     for name, function in flashinfer.functions.items():
         declared = capabilities(function)
         if 10 * major + minor not in declared:
-            names = ", ".join(f"sm_{capability}" for capability in declared)
+            names = ", ".join(f"sm_{capability}" for capability in declared) or "no GPU"
             return f"FlashInfer {flashinfer.version} declares {name} for {names}, and not {device}"
     return ""
 
@@ -161,4 +161,5 @@ def _takes(function: Function, expected: tuple[str, ...]) -> bool:
 
 def _one_line(error: Exception) -> str:
     message = str(error).strip()
-    return f"{type(error).__name__}: {message.splitlines()[0]}" if message else repr(error)
+    first = message.splitlines()[0].rstrip(".:") if message else ""
+    return f"{type(error).__name__}: {first}" if first else repr(error)
