@@ -14,9 +14,9 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -m "not engine"
 
-# Starts the released vLLM and SGLang; with --jobs=2 side by side. The first run builds their
-# environments, outside the checkout: some minutes, and some 10 GB.
-engine-test: engine-test-vllm engine-test-sglang
+# Starts the released vLLM and SGLang, and asks the released FlashInfer; with --jobs=2 side by side.
+# The first run builds their environments, outside the checkout: some minutes, and some 11 GB.
+engine-test: engine-test-vllm engine-test-sglang engine-test-flashinfer
 
 engine-test-%: $(VENV)/ready
 	$(BIN)/python -m pytest -m engine -k $*
