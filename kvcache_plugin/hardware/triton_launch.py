@@ -84,6 +84,7 @@ def quantize(
         or one for each head.
     """
     sources = [_readable(tensor) for tensor in tensors]
+    multipliers = [scale.contiguous() for scale in scales]
     if outs is None:
         outs = [_new_buffers(tensor.shape, kv_cache_dtype, tensor.device) for tensor in tensors]
     targets = [_writable(out, sources[0]) for out in outs]
@@ -97,9 +98,9 @@ def quantize(
     if sources[0].numel():
         with _on(sources[0].device):
             if kv_cache_dtype == _NVFP4:
-                _launch_nvfp4(sources, scales, parts, rows)
+                _launch_nvfp4(sources, multipliers, parts, rows)
             else:
-                _launch_fp8(sources, scales, parts, rows, kv_cache_dtype, device)
+                _launch_fp8(sources, multipliers, parts, rows, kv_cache_dtype, device)
     for out, target in zip(outs, targets, strict=True):
         if target is not out:
             _copy(target, out)
@@ -118,7 +119,8 @@ def dequantize(quantized: QuantizedKV, dtype: torch.dtype) -> torch.Tensor:
     count = values.numel()
     if not count:
         return values
-    parts = _byte_views(OutBuffers(_readable(quantized.data), quantized.block_scales))
+    parts = [_readable(part) for part in _byte_views(quantized)]
+    scale = quantized.scale.contiguous()
     rows = _rows(*parts)
     if rows.dims > _MOST_DIMS:
         parts = [part.contiguous() for part in parts]
@@ -134,7 +136,7 @@ def dequantize(quantized: QuantizedKV, dtype: torch.dtype) -> torch.Tensor:
         if is_nvfp4:
             codes, block_scales = parts
             triton_kernels.dequantize_nvfp4[_grid(count, _NVFP4_BLOCK)](
-                *(codes, block_scales, quantized.scale, values, count, codes.numel()),
+                *(codes, block_scales, scale, values, count, codes.numel()),
                 *(rows.middle, rows.inner, *rows.strides[0], *rows.strides[1]),
                 DIMS=dims,
                 BLOCK=_NVFP4_BLOCK,
@@ -143,9 +145,9 @@ def dequantize(quantized: QuantizedKV, dtype: torch.dtype) -> torch.Tensor:
         else:
             form = _FP8[quantized.kv_cache_dtype]
             triton_kernels.dequantize_fp8[_grid(count, _FP8_BLOCK)](
-                *(parts[0], quantized.scale, values, count),
+                *(parts[0], scale, values, count),
                 *(rows.middle, rows.inner, *rows.strides[0]),
-                HEADS=quantized.scale.numel(),
+                HEADS=scale.numel(),
                 DIMS=dims,
                 MANTISSA=form.mantissa,
                 BIAS=form.bias,
@@ -248,9 +250,10 @@ def _new_buffers(shape: torch.Size, kv_cache_dtype: str, device: torch.device) -
     )
 
 
-def _byte_views(buffers: OutBuffers) -> list[torch.Tensor]:
+def _byte_views(buffers: OutBuffers | QuantizedKV) -> list[torch.Tensor]:
     """Data, and block scales where there are any, as bytes: the kernels know no FP8 types."""
-    return [part.view(torch.uint8) for part in buffers if part is not None]
+    parts = (buffers.data, buffers.block_scales)
+    return [part.view(torch.uint8) for part in parts if part is not None]
 
 
 def _alike(
