@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -123,9 +124,11 @@ def _nvfp4_values(quantized: QuantizedKV) -> torch.Tensor:
     assert quantized.block_scales is not None
     data = quantized.data
     codes = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)
-    magnitudes = torch.tensor(_E2M1_MAGNITUDES, dtype=torch.float32, device=data.device)
-    values = magnitudes[(codes & 0b111).long()]
-    values = torch.where(codes >= _E2M1_SIGN, -values, values)
+    # A table would have to be copied to the device: add up the steps from code to code instead.
+    magnitudes = torch.zeros_like(codes, dtype=torch.float32)
+    for code, (below, here) in enumerate(pairwise(_E2M1_MAGNITUDES), start=1):
+        magnitudes += ((codes & 0b111) >= code).float() * (here - below)
+    values = torch.where(codes >= _E2M1_SIGN, -magnitudes, magnitudes)
     scaled = _blocks(values) * quantized.block_scales.float().unsqueeze(-1) * quantized.scale
     return scaled.flatten(-2)
 
