@@ -5,6 +5,9 @@ before any cast, no contraction of a product and a sum (they are launched with F
 Codes are rounded in integers, and by the GPU's own cast only where ``NATIVE`` says that it has one.
 Codes and block scales are passed as bytes, so that no target needs to know the FP8 types.
 
+K and V come by two branches, for Triton loses what it knows of the alignment of a pointer that is
+chosen between two.
+
 Elements are numbered through all rows, ``[..., head_dim]`` flattened. A program takes ``BLOCK`` of
 them; with ``WIDE`` they are numbered in 64 bits. Rows of a strided tensor are found by up to three
 strides, those of a packed one (``*_DIMS`` 0) follow one another.
@@ -20,7 +23,7 @@ VALUES_PER_SCALE = tl.constexpr(16)
 _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["middle", "inner"])
 def quantize_fp8(
     key,
     key_scale,
@@ -71,17 +74,17 @@ def quantize_fp8(
         )
     if PAIR and tl.program_id(1) == 1:
         x = _float32(tl.load(value + at, mask=inside, other=0.0))
-        scale = _scale_of(value_scale, row, inside, HEADS)
+        scale = _scale_of(value_scale, row, HEAD_DIM, HEADS, WIDE, BLOCK)
         codes = _fp8_codes(x, scale, MANTISSA, BIAS, LARGEST, FNUZ, NATIVE)
         tl.store(value_codes + code_at, codes, mask=inside)
     else:
         x = _float32(tl.load(key + at, mask=inside, other=0.0))
-        scale = _scale_of(key_scale, row, inside, HEADS)
+        scale = _scale_of(key_scale, row, HEAD_DIM, HEADS, WIDE, BLOCK)
         codes = _fp8_codes(x, scale, MANTISSA, BIAS, LARGEST, FNUZ, NATIVE)
         tl.store(key_codes + code_at, codes, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["middle", "inner"])
 def dequantize_fp8(
     codes,
     scale,
@@ -110,11 +113,12 @@ def dequantize_fp8(
     if DIMS > 0:
         at = _row_start(row, middle, inner, stride_2, stride_1, stride_0, DIMS) + column
     code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
-    x = _fp8_values(code, MANTISSA, BIAS, FNUZ) * _scale_of(scale, row, inside, HEADS)
+    each = _scale_of(scale, row, HEAD_DIM, HEADS, WIDE, BLOCK)
+    x = _fp8_values(code, MANTISSA, BIAS, FNUZ) * each
     tl.store(values + element, _narrow(x, values, INTERPRETED), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["middle", "inner"])
 def quantize_nvfp4(
     key,
     key_scale,
@@ -195,7 +199,7 @@ def quantize_nvfp4(
         tl.store(key_block_scales + block_at, block_scales, mask=block_inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["middle", "inner"])
 def dequantize_nvfp4(
     codes,
     block_scales,
@@ -203,6 +207,7 @@ def dequantize_nvfp4(
     values,
     count,
     code_count,
+    block_count,
     middle,
     inner,
     stride_2,
@@ -218,25 +223,24 @@ def dequantize_nvfp4(
     BLOCK: tl.constexpr,
 ):
     """``R_dtype((e2m1(code) · sf) · g)``; ``values`` are packed."""
-    code_number = _elements(WIDE, BLOCK // 2)
-    inside = code_number < code_count
-    CODES: tl.constexpr = HEAD_DIM // 2
-    CODES_PER_SCALE: tl.constexpr = VALUES_PER_SCALE // 2
-    code_at = code_number
-    block_at = code_number // CODES_PER_SCALE
+    code = _elements(WIDE, BLOCK // 2)
+    block = _elements(WIDE, BLOCK // VALUES_PER_SCALE)
+    code_at, block_at = code, block
     if DIMS > 0:
-        row, column = code_number // CODES, code_number % CODES
-        code_at = _row_start(row, middle, inner, stride_2, stride_1, stride_0, DIMS) + column
-        block_at = (
-            _row_start(row, middle, inner, block_stride_2, block_stride_1, block_stride_0, DIMS)
-            + column // CODES_PER_SCALE
+        CODES: tl.constexpr = HEAD_DIM // 2
+        code_at = _row_start(code // CODES, middle, inner, stride_2, stride_1, stride_0, DIMS)
+        code_at += code % CODES
+        BLOCKS: tl.constexpr = HEAD_DIM // VALUES_PER_SCALE
+        block_at = _row_start(
+            block // BLOCKS, middle, inner, block_stride_2, block_stride_1, block_stride_0, DIMS
         )
-    both = tl.load(codes + code_at, mask=inside, other=0).to(tl.int32)
-    block_scale = tl.load(block_scales + block_at, mask=inside, other=0).to(tl.int32)
-    sf = _fp8_values(block_scale, 3, 7, False)
+        block_at += block % BLOCKS
+    both = tl.load(codes + code_at, mask=code < code_count, other=0).to(tl.int32)
+    block_scale = tl.load(block_scales + block_at, mask=block < block_count, other=0)
+    sf = _repeated(_fp8_values(block_scale.to(tl.int32), 3, 7, False), VALUES_PER_SCALE // 2)
     g = tl.load(scale)
-    low = _signed_float(both & 7, 22, 126, both << 28) * sf * g
-    high = _signed_float((both >> 4) & 7, 22, 126, both << 24) * sf * g
+    low = _signed_float(both << 28, 4, 2, 1) * sf * g
+    high = _signed_float(both << 24, 4, 2, 1) * sf * g
     element = _elements(WIDE, BLOCK)
     x = tl.reshape(tl.join(low, high), (BLOCK,))
     tl.store(values + element, _narrow(x, values, INTERPRETED), mask=element < count)
@@ -267,12 +271,31 @@ def _row_start(row, middle, inner, stride_2, stride_1, stride_0, DIMS: tl.conste
 
 
 @triton.jit
-def _scale_of(scale, row, inside, HEADS: tl.constexpr):
+def _scale_of(
+    scale,
+    row,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The scale, or that of each element's head; rows past the last one have a head, too."""
     if HEADS == 1:
         each = tl.load(scale)
+    elif HEAD_DIM % 16 == 0:
+        # 16 elements, as many as a thread has, are of one row: their scale is read once.
+        rows = _elements(WIDE, BLOCK // 16) // (HEAD_DIM // 16)
+        each = _repeated(tl.load(scale + rows % HEADS), 16)
     else:
-        each = tl.load(scale + row % HEADS, mask=inside, other=1.0)
+        each = tl.load(scale + row % HEADS)
     return each
+
+
+@triton.jit
+def _repeated(x, TIMES: tl.constexpr):
+    """Each element of ``x``, ``TIMES`` times over."""
+    wide = tl.broadcast_to(x[:, None], (x.shape[0], TIMES))
+    return tl.reshape(wide, (x.shape[0] * TIMES,))
 
 
 @triton.jit
@@ -330,7 +353,7 @@ def _fp8_codes(
     FNUZ: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    quotient = tl.div_rn(x, tl.zeros_like(x) + scale)
+    quotient = tl.div_rn(x, scale)
     if NATIVE:
         quotient = tl.minimum(quotient, LARGEST, propagate_nan=tl.PropagateNan.ALL)
         quotient = tl.maximum(quotient, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
@@ -358,41 +381,43 @@ def _fp8_values(codes, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.cons
         # e5m2 is the upper byte of float16.
         values = (codes << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        values = _signed_float(codes & 0x7F, 23 - MANTISSA, 127 - BIAS, codes << 24)
+        values = _signed_float(codes << 24, 8, 7 - MANTISSA, BIAS)
         if FNUZ:
             values = tl.where(codes == 0x80, float("nan"), values)
         else:
-            values = tl.where((codes & 0x7F) == 0x7F, float("nan"), values)
+            # What all bits of a magnitude would be.
+            values = tl.where(tl.abs(values) == 480.0, float("nan"), values)
     return values
 
 
 @triton.jit
-def _signed_float(magnitude, SHIFT: tl.constexpr, EXPONENT: tl.constexpr, sign):
-    """``magnitude`` moved into float32's exponent and mantissa, times ``2^EXPONENT``; exact.
+def _signed_float(code, BITS: tl.constexpr, EXPONENT_BITS: tl.constexpr, BIAS: tl.constexpr):
+    """The float32 of a code of ``BITS`` bits, which are the upper ones of an int32.
 
-    :param sign: bit 31 of it is the sign, the others may be anything.
+    Sign, exponent and mantissa are moved to those of float32, where the bias is another; exact.
     """
-    x = (magnitude << SHIFT).to(tl.float32, bitcast=True) * 2.0**EXPONENT
-    bits = x.to(tl.int32, bitcast=True) | (sign & -0x80000000)
-    return bits.to(tl.float32, bitcast=True)
+    KEPT: tl.constexpr = ((1 << (BITS - 1)) - 1) << (24 - BITS + EXPONENT_BITS)
+    bits = (code >> (8 - EXPONENT_BITS)) & (KEPT - 0x80000000)
+    return bits.to(tl.float32, bitcast=True) * 2.0 ** (127 - BIAS)
 
 
 @triton.jit
 def _nvfp4_codes(x, g, BLOCK: tl.constexpr):
     """e2m1 codes, packed, and e4m3 block scales of ``BLOCK`` values with global scale ``g``."""
     x = tl.reshape(x, (BLOCK // VALUES_PER_SCALE, VALUES_PER_SCALE))
-    magnitude = tl.abs(x)
-    # A maximum leaves NaN out, so NaN counts as 0 here.
-    largest = tl.max(tl.maximum(magnitude, 0.0), 1)
-    ideal = tl.minimum(tl.div_rn(largest, tl.zeros_like(largest) + 6.0 * g), 448.0)
+    # NaN counts as 0. A maximum would not do: AMD's is NaN where an operand is a signalling one.
+    magnitude = tl.where(x == x, tl.abs(x), 0.0)
+    largest = tl.max(magnitude, 1)
+    ideal = tl.minimum(tl.div_rn(largest, 6.0 * g), 448.0)
     # Also where 6·g is infinite, and the quotient of the two NaN.
     ideal = tl.where(largest == float("inf"), 448.0, ideal)
     block_scale = _rounded(ideal, 3, 7)
-    sf = _fp8_values(block_scale, 3, 7, False)
-    reciprocal = tl.minimum(tl.div_rn(tl.zeros_like(sf) + 1.0, sf * g), _FLOAT32_MAX)
+    sf = (block_scale << 20).to(tl.float32, bitcast=True) * 2.0**120
+    reciprocal = tl.minimum(tl.div_rn(1.0, sf * g), _FLOAT32_MAX)
     reciprocal = tl.where(sf == 0.0, 0.0, reciprocal)
-    # NaN, also that of inf · 0, is 0.
-    scaled = tl.minimum(tl.maximum(magnitude * reciprocal[:, None], 0.0), 6.0)
+    # inf · 0 is 0, too.
+    most = tl.where(reciprocal == 0.0, 0.0, 6.0)
+    scaled = tl.minimum(magnitude * reciprocal[:, None], most[:, None])
     codes = _e2m1_codes(scaled) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
     low, high = tl.split(tl.reshape(codes, (BLOCK // 2, 2)))
     return (low | (high << 4)).to(tl.uint8), block_scale.to(tl.uint8)
@@ -400,12 +425,14 @@ def _nvfp4_codes(x, g, BLOCK: tl.constexpr):
 
 @triton.jit
 def _e2m1_codes(magnitude):
-    """Codes 0 to 7 of magnitudes up to 6.
+    """Codes 0 to 7 of magnitudes up to 6, in the last 4 bits; what is above them is not cleared.
 
     The step between codes is 0.5 below 2, 1 below 4, else 2, and the codes of a range differ from
     its count of steps by 0, 2 and 4. Added to ``2^23`` steps, and as many more, a magnitude leaves
-    its code in the last bits of a float32, rounded by the addition.
+    its code in the last bits of a float32, rounded by the addition. What is added is ``2^22``,
+    ``2^23 + 2`` or ``2^24 + 8``, computed from the power of two at or below the magnitude.
     """
-    steps = tl.where(magnitude < 4.0, 2.0**23 + 2.0, 2.0**24 + 8.0)
-    steps = tl.where(magnitude < 2.0, 2.0**22, steps)
-    return (magnitude + steps).to(tl.int32, bitcast=True) & 7
+    power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    # 1 and less become a bit more than 1, of which the formula makes 2^22.
+    power = tl.maximum(power, 1.0 + 2.0**-22)
+    return (magnitude + (power * (2.0**22 + 3.0) - 4.0)).to(tl.int32, bitcast=True)

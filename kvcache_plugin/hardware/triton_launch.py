@@ -87,7 +87,7 @@ def quantize(
     multipliers = [scale.contiguous() for scale in scales]
     if outs is None:
         outs = [_new_buffers(tensor.shape, kv_cache_dtype, tensor.device) for tensor in tensors]
-    targets = [_writable(out, sources[0]) for out in outs]
+    targets = [_writable(out) for out in outs]
     parts = [_byte_views(target) for target in targets]
     if len(sources) > 1 and not _alike(sources, scales, parts):
         return None
@@ -134,9 +134,8 @@ def dequantize(quantized: QuantizedKV, dtype: torch.dtype) -> torch.Tensor:
     dims = 0 if all(part.is_contiguous() for part in parts) else rows.dims
     with _on(values.device):
         if is_nvfp4:
-            codes, block_scales = parts
             triton_kernels.dequantize_nvfp4[_grid(count, _NVFP4_BLOCK)](
-                *(codes, block_scales, scale, values, count, codes.numel()),
+                *(*parts, scale, values, count, *(part.numel() for part in parts)),
                 *(rows.middle, rows.inner, *rows.strides[0], *rows.strides[1]),
                 DIMS=dims,
                 BLOCK=_NVFP4_BLOCK,
@@ -220,10 +219,10 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     return plain if plain.stride(-1) == 1 else plain.contiguous()
 
 
-def _writable(out: OutBuffers, source: torch.Tensor) -> OutBuffers:
+def _writable(out: OutBuffers) -> OutBuffers:
     """The buffers themselves where the kernels can address them, else others for a while."""
     parts = _byte_views(out)
-    if all(part.stride(-1) == 1 for part in parts) and _rows(source, *parts).dims <= _MOST_DIMS:
+    if all(part.stride(-1) == 1 for part in parts) and _rows(*parts).dims <= _MOST_DIMS:
         return out
     block_scales = None if out.block_scales is None else _packed_like(out.block_scales)
     return OutBuffers(_packed_like(out.data), block_scales)
