@@ -589,16 +589,26 @@ def test_the_scale_stays_the_callers(flashinfer: StandIn) -> None:
 # K and V.
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_pairs(dtype: torch.dtype, flashinfer: StandIn) -> None:
-    key, value = values(4, 2, 32, dtype=dtype), values(4, 2, 32, dtype=dtype, seed=1)
-    arguments: Any = (key, value, torch.tensor([G]), torch.tensor([0.002]), "nvfp4", SM_100, None)
-    both = cuda_sm100.quantize_kv_pair(*arguments)
-    assert (both is None) == (dtype in HALVES)
+@pytest.mark.parametrize("k_dtype", NUMPY, ids=str)
+@pytest.mark.parametrize("v_dtype", NUMPY, ids=str)
+def test_pairs(k_dtype: torch.dtype, v_dtype: torch.dtype, flashinfer: StandIn) -> None:
+    key, value = values(4, 2, 32, dtype=k_dtype), values(4, 2, 32, dtype=v_dtype, seed=1)
     k, v = calls.quantize_pair(get_manager(), SM_100, key, value, G, 0.002, "nvfp4")
+    assert len(flashinfer.calls) == (k_dtype in HALVES) + (v_dtype in HALVES)
     assert torch.equal(k.data, quantize(key).data)
     assert torch.equal(v.data, quantize(value, scale=0.002).data)
-    assert len(flashinfer.calls) == (4 if dtype in HALVES else 0)
+
+
+def test_pairs_fill_buffers(flashinfer: StandIn) -> None:
+    key, value = values(4, 2, 32), values(4, 2, 32, seed=1)
+    both = calls.quantize_pair(get_manager(), SM_100, key, value, G, G, "nvfp4")
+    again = calls.quantize_pair(
+        get_manager(), SM_100, value, key, G, G, "nvfp4", (both[0], both[1])
+    )
+    for filled, buffer, x in zip(again, both, (value, key), strict=True):
+        assert filled.data is buffer.data
+        assert torch.equal(filled.data, quantize(x).data)
+    assert flashinfer.calls
 
 
 @pytest.mark.usefixtures("no_flashinfer")

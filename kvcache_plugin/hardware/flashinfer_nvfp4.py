@@ -85,9 +85,13 @@ def quantize_kv_pair(
     device: Device,
     out: tuple[OutBuffers, OutBuffers] | None,
 ) -> tuple[QuantizedKV, QuantizedKV] | None:
-    """In one launch by Triton; passes what is FlashInfer's, which has no such launch."""
+    """In one launch by Triton. FlashInfer has no such launch: what is its goes in two."""
     if any(_is_flashinfers(side.dtype, kv_cache_dtype, device) for side in (key, value)):
-        return None
+        k_out, v_out = (None, None) if out is None else out
+        return (
+            quantize_kv(key, k_scale, kv_cache_dtype, device, k_out),
+            quantize_kv(value, v_scale, kv_cache_dtype, device, v_out),
+        )
     return triton_hooks.quantize_kv_pair(key, value, k_scale, v_scale, kv_cache_dtype, device, out)
 
 
