@@ -108,7 +108,8 @@ def _check_kernel(tensor: torch.Tensor, scale: torch.Tensor, loads: int) -> None
     _check(scale.dtype == torch.float32 and scale.numel() == 1, "a float32 global scale")
     _check(tensor.shape[0] > 0, "a grid of no blocks")
     _check(tensor.data_ptr() % loads == 0, "misaligned address")
-    _check(not tensor.requires_grad and not tensor.is_neg(), "a plain tensor")
+    _check(not tensor.requires_grad and not scale.requires_grad, "no gradients")
+    _check(not tensor.is_neg(), "no lazy negation")
 
 
 def _check(holds: bool, what: str) -> None:
