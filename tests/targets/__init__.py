@@ -1,0 +1,1 @@
+"""The Triton kernels as machine code, for GPUs that are not there."""
