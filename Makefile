@@ -28,6 +28,7 @@ lint: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python -m tests.benchmarks.startup
+	$(BIN)/python -m tests.benchmarks.overhead
 
 clean:
 	rm -rf $(VENV) build *.egg-info

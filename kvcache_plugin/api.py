@@ -8,8 +8,8 @@ import torch
 from torch.compiler import is_compiling
 
 from kvcache_plugin import calls
-from kvcache_plugin.arguments import check_is_quantized, check_is_tensor, check_pair
-from kvcache_plugin.device import Device
+from kvcache_plugin.arguments import check_is_quantized, check_is_tensor
+from kvcache_plugin.device import Device, of_existing
 from kvcache_plugin.errors import KVCacheError
 from kvcache_plugin.manager import Explanation, get_manager
 
@@ -88,7 +88,7 @@ def quantize_kv(
         from kvcache_plugin import compiled
 
         return compiled.quantize(tensor, scale, kv_cache_dtype, out)
-    device = Device.of(tensor.device)
+    device = of_existing(tensor.device)
     return calls.quantize(get_manager(), device, tensor, scale, kv_cache_dtype, out)
 
 
@@ -115,12 +115,12 @@ def quantize_kv_pair(
     :raises KVQuantizeError: for a tensor, scale, format or buffer that does not fit.
     :raises NoImplementationError: when no implementation serves the device and format.
     """
-    check_pair(key, value)
+    check_is_tensor(key, "K")
     if is_compiling():
         from kvcache_plugin import compiled
 
         return compiled.quantize_pair(key, value, k_scale, v_scale, kv_cache_dtype, out)
-    device = Device.of(key.device)
+    device = of_existing(key.device)
     return calls.quantize_pair(
         get_manager(), device, key, value, k_scale, v_scale, kv_cache_dtype, out
     )
@@ -140,7 +140,7 @@ def dequantize_kv(quantized: QuantizedKV, *, dtype: torch.dtype = torch.bfloat16
         from kvcache_plugin import compiled
 
         return compiled.dequantize(quantized, dtype)
-    return calls.dequantize(get_manager(), Device.of(quantized.data.device), quantized, dtype)
+    return calls.dequantize(get_manager(), of_existing(quantized.data.device), quantized, dtype)
 
 
 def explain(device: DeviceLike, kv_cache_dtype: str) -> tuple[Explanation, ...]:
@@ -151,7 +151,9 @@ def explain(device: DeviceLike, kv_cache_dtype: str) -> tuple[Explanation, ...]:
     """
     hardware = Device.of(device)
     manager = get_manager()
-    kv_format = calls.format_of(manager, kv_cache_dtype, hardware, KVCacheError)
+    kv_format = manager.kv_format(kv_cache_dtype, hardware)
+    if kv_format is None:
+        raise calls.unknown_format(manager, kv_cache_dtype, KVCacheError)
     return manager.explain(hardware, kv_format.name)
 
 

@@ -11,7 +11,7 @@ from kvcache_plugin.quantized import OutBuffers, QuantizedKV
 from kvcache_plugin.scales import as_float, describe, holds_numbers, is_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from typing import TypeGuard
 
     from kvcache_plugin.formats import KVFormat
 
@@ -22,23 +22,22 @@ OutPair: TypeAlias = tuple[Out, Out]
 VALUE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _VALUE_DTYPE_NAMES: Final = "float32, bfloat16 or float16"
 _FLOAT32_MAX: Final = torch.finfo(torch.float32).max
+_ONE: Final = (1,)
 #: Half of the smallest positive float32: this and what is below becomes 0 there.
 _FLOAT32_UNDERFLOW: Final = 2.0**-150
 
 
-def check_is_tensor(tensor: object) -> None:
+def check_is_tensor(tensor: object, side: str = "K or V") -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise KVQuantizeError(f"K or V must be a tensor, got {type(tensor).__name__}")
+        raise KVQuantizeError(f"{side} must be a tensor, got {type(tensor).__name__}")
 
 
 def check_pair(key: object, value: object) -> None:
     """K and V are tensors on one device; the rest is checked for each."""
-    for side, tensor in (("K", key), ("V", value)):
-        if not isinstance(tensor, torch.Tensor):
-            raise KVQuantizeError(f"{side} must be a tensor, got {type(tensor).__name__}")
-    assert isinstance(key, torch.Tensor)
-    assert isinstance(value, torch.Tensor)
-    if key.device != value.device:
+    if not isinstance(key, torch.Tensor) or not isinstance(value, torch.Tensor):
+        check_is_tensor(key, "K")
+        check_is_tensor(value, "V")
+    elif key.device != value.device:
         raise KVQuantizeError(
             f"K and V must be on one device to be quantized together, K is on {key.device}, V is "
             f"on {value.device}; call quantize_kv for each"
@@ -56,6 +55,29 @@ def check_is_quantized(quantized: object) -> None:
             )
 
 
+def is_usual(scale: object, tensor: torch.Tensor, kv_format: KVFormat) -> TypeGuard[torch.Tensor]:
+    """Whether a quick look at K or V and its scale finds all as it is in most calls.
+
+    Then nothing is to be refused, and the scale is taken as it is. Anything else is looked at step
+    by step, which takes longer.
+    """
+    try:
+        return (
+            isinstance(scale, torch.Tensor)
+            and scale.shape == _ONE
+            and scale.layout is torch.strided
+            and scale.dtype is torch.float32
+            and not scale.requires_grad
+            and len(shape := tensor.shape) > 0
+            and shape[-1] % kv_format.head_dim_multiple == 0
+            and tensor.layout is torch.strided
+            and tensor.dtype in VALUE_DTYPES
+            and scale.device == tensor.device
+        )
+    except RuntimeError:  # a nested tensor has no shape
+        return False
+
+
 def check_tensor(tensor: torch.Tensor, kv_format: KVFormat) -> None:
     if not is_plain(tensor):
         raise KVQuantizeError(
@@ -68,14 +90,14 @@ def check_tensor(tensor: torch.Tensor, kv_format: KVFormat) -> None:
             f"{tensor.dtype} of shape {tuple(tensor.shape)}; K and V that are quantized already "
             "are not quantized again"
         )
-    if tensor.dim() == 0:
+    shape = tensor.shape
+    if not shape:
         raise KVQuantizeError("K or V must have shape [..., head_dim], got a tensor of shape ()")
-    head_dim = tensor.shape[-1]
-    if head_dim % kv_format.head_dim_multiple:
+    if shape[-1] % kv_format.head_dim_multiple:
         raise KVQuantizeError(
             f"{kv_format.name} needs a head_dim that is a multiple of "
-            f"{kv_format.head_dim_multiple}, got head_dim={head_dim} in a tensor of shape "
-            f"{tuple(tensor.shape)}; pad it, or use an FP8 KV cache"
+            f"{kv_format.head_dim_multiple}, got head_dim={shape[-1]} in a tensor of shape "
+            f"{tuple(shape)}; pad it, or use an FP8 KV cache"
         )
 
 
@@ -105,38 +127,48 @@ def filled(scale: object, device: torch.device) -> torch.Tensor:
 def _checked_scale_tensor(
     scale: torch.Tensor, tensor: torch.Tensor, kv_format: KVFormat
 ) -> torch.Tensor:
-    name = (
-        "NVFP4 global scale" if kv_format.family == "nvfp4" else f"{kv_format.family.upper()} scale"
-    )
     if scale.device != tensor.device:
         raise KVQuantizeError(
-            f"{name} tensor must already be on the KV tensor device. It is on {scale.device}, K or "
-            f"V is on {tensor.device}; move it once, when the model is loaded"
+            f"{_scale_name(kv_format)} must already be on the KV tensor device. It is on "
+            f"{scale.device}, K or V is on {tensor.device}; move it once, when the model is loaded"
         )
     if not holds_numbers(scale.dtype) or not is_plain(scale):
         raise KVQuantizeError(
-            f"{name} tensor must have a floating-point dtype and a plain layout, got "
+            f"{_scale_name(kv_format)} must have a floating-point dtype and a plain layout, got "
             f"{describe(scale)}; take scales from validate_kv_scales"
         )
-    if scale.numel() == 1:
-        return scale.detach().to(torch.float32).reshape(1)
-    heads = tensor.shape[-2] if tensor.dim() > 1 else None
+    if scale.numel() != 1:
+        _check_heads(scale, tensor, kv_format)
+    elif scale.dim() != 1:
+        scale = scale.reshape(1)
+    # Either costs half a microsecond where it has nothing to do.
+    if scale.requires_grad:
+        scale = scale.detach()
+    return scale if scale.dtype is torch.float32 else scale.to(torch.float32)
+
+
+def _check_heads(scale: torch.Tensor, tensor: torch.Tensor, kv_format: KVFormat) -> None:
     if not kv_format.per_head:
         raise KVQuantizeError(
-            f"{name} tensor must have one element, got shape {tuple(scale.shape)}"
+            f"{_scale_name(kv_format)} must have one element, got shape {tuple(scale.shape)}"
         )
-    if heads is None or tuple(scale.shape) != (heads,):
+    heads = tensor.shape[-2] if tensor.dim() > 1 else None
+    if heads is None or scale.shape != (heads,):
         raise KVQuantizeError(
-            f"{name} tensor must have one element, or shape [H] for K or V of shape "
+            f"{_scale_name(kv_format)} must have one element, or shape [H] for K or V of shape "
             f"[..., H, head_dim], got shape {tuple(scale.shape)} for K or V of shape "
             f"{tuple(tensor.shape)}"
         )
-    return scale.detach().to(torch.float32)
+
+
+def _scale_name(kv_format: KVFormat) -> str:
+    family = kv_format.family.upper()
+    return "NVFP4 global scale tensor" if family == "NVFP4" else f"{family} scale tensor"
 
 
 def out_buffers(out: object, tensor: torch.Tensor, kv_format: KVFormat) -> OutBuffers:
     buffers = buffers_of(out)
-    _check_layout(buffers, tensor.shape, tensor.device, kv_format, "out")
+    _check_layout(*buffers, tensor.shape, tensor.device, kv_format, "out")
     return buffers
 
 
@@ -173,34 +205,35 @@ def check_value_dtype(dtype: object) -> None:
         raise KVQuantizeError(f"values come as {_VALUE_DTYPE_NAMES}, got dtype={dtype}")
 
 
-def check_quantized(quantized: QuantizedKV, kv_format: KVFormat) -> None:
+def check_quantized(quantized: QuantizedKV, kv_format: KVFormat) -> tuple[int, ...]:
+    """See that codes and scales fit their format.
+
+    :returns: the shape of the values whose codes these are.
+    """
     data, scale = quantized.data, quantized.scale
     if data.dim() == 0:
         raise KVQuantizeError("quantized K or V has shape [..., head_dim], got data of shape ()")
-    shape = values_shape(data, kv_format)
+    *lead, width = data.shape
+    shape = (*lead, width * kv_format.values_per_element)
     if shape[-1] % kv_format.head_dim_multiple:
         raise KVQuantizeError(
             f"{kv_format.name} has a head_dim that is a multiple of {kv_format.head_dim_multiple}, "
             f"got data of shape {tuple(data.shape)}, which is head_dim={shape[-1]}"
         )
-    buffers = OutBuffers(data, quantized.block_scales)
-    _check_layout(buffers, shape, data.device, kv_format, "quantized K or V")
-    if scale.device != data.device or scale.dtype != torch.float32:
+    device = data.device
+    _check_layout(data, quantized.block_scales, shape, device, kv_format, "quantized K or V")
+    if scale.device != device or scale.dtype is not torch.float32:
         raise KVQuantizeError(
-            f"the scale of quantized K or V must be torch.float32 on {data.device}, got "
+            f"the scale of quantized K or V must be torch.float32 on {device}, got "
             f"{scale.dtype} on {scale.device}"
         )
-    heads = data.shape[-2] if kv_format.per_head and data.dim() > 1 else 1
-    if tuple(scale.shape) not in ((1,), (heads,)):
+    heads = lead[-1] if kv_format.per_head and lead else 1
+    if scale.shape != (1,) and scale.shape != (heads,):
         raise KVQuantizeError(
             f"the scale of quantized K or V has shape (1,) or one for each head, got "
             f"{tuple(scale.shape)} for data of shape {tuple(data.shape)}"
         )
-
-
-def values_shape(data: torch.Tensor, kv_format: KVFormat) -> tuple[int, ...]:
-    """Shape of the values whose codes these are."""
-    return (*data.shape[:-1], data.shape[-1] * kv_format.values_per_element)
+    return shape
 
 
 def wrong_result(
@@ -219,16 +252,15 @@ def wrong_result(
         return f"{kind_of(result)} instead of QuantizedKV"
     if result.kv_cache_dtype != kv_format.name:
         return f"codes of {result.kv_cache_dtype!r}"
-    is_own = buffers is not None and (
-        result.data is not buffers.data or result.block_scales is not buffers.block_scales
-    )
-    if is_own:
-        return "buffers of its own instead of those that it was given"
-    try:
-        own = OutBuffers(result.data, result.block_scales)
-        _check_layout(own, tensor.shape, tensor.device, kv_format, "QuantizedKV")
-    except KVQuantizeError as error:
-        return f"a result that does not fit: {error}"
+    data, block_scales = result.data, result.block_scales
+    if buffers is not None:
+        if data is not buffers[0] or block_scales is not buffers[1]:
+            return "buffers of its own instead of those that it was given"
+    elif not _has_layout(data, block_scales, tensor.shape, tensor.device, kv_format):
+        try:
+            _check_layout(data, block_scales, tensor.shape, tensor.device, kv_format, "QuantizedKV")
+        except KVQuantizeError as error:
+            return f"a result that does not fit: {error}"
     if result.scale is not scale and not _is_same_memory(result.scale, scale):
         return "a scale of its own instead of the one that it was given"
     return ""
@@ -249,43 +281,65 @@ def kind_of(answer: object) -> str:
 
 
 def _check_layout(
-    buffers: OutBuffers,
-    shape: Sequence[int],
+    data: object,
+    block_scales: object,
+    shape: tuple[int, ...],
     device: torch.device,
     kv_format: KVFormat,
     what: str,
 ) -> None:
     """Compare data and block scales with what the format stores for K or V of this shape."""
-    _check_buffer(
-        buffers.data, kv_format.data_shape(shape), kv_format.torch_dtype, device, f"{what}: data"
-    )
-    scales_shape, scales_dtype = (
-        kv_format.block_scales_shape(shape),
-        kv_format.torch_block_scale_dtype,
-    )
+    if _has_layout(data, block_scales, shape, device, kv_format):
+        return
+    data_shape, scales_shape = kv_format.shapes(shape)
+    _check_buffer(data, data_shape, kv_format.torch_dtype, device, f"{what}: data")
+    scales_dtype = kv_format.torch_block_scale_dtype
     if scales_shape is not None and scales_dtype is not None:
-        _check_buffer(
-            buffers.block_scales, scales_shape, scales_dtype, device, f"{what}: block_scales"
-        )
-    elif buffers.block_scales is not None:
+        _check_buffer(block_scales, scales_shape, scales_dtype, device, f"{what}: block_scales")
+    elif block_scales is not None:
         raise KVQuantizeError(f"{what}: {kv_format.name} has no block_scales, leave them out")
 
 
-def _check_buffer(
-    buffer: object,
+def _has_layout(
+    data: object,
+    block_scales: object,
     shape: tuple[int, ...],
-    dtype: torch.dtype,
     device: torch.device,
-    what: str,
-) -> None:
-    if not isinstance(buffer, torch.Tensor):
-        raise KVQuantizeError(
-            f"{what} must be a tensor of {dtype} with shape {shape}, got {type(buffer).__name__}"
+    kv_format: KVFormat,
+) -> bool:
+    """Whether a quick look finds nothing wrong."""
+    data_shape, scales_shape = kv_format.shapes(shape)
+    try:
+        return (
+            isinstance(data, torch.Tensor)
+            and data.shape == data_shape
+            and data.dtype is kv_format.torch_dtype
+            and data.layout is torch.strided
+            and data.device == device
+            and (
+                block_scales is None
+                if scales_shape is None
+                else isinstance(block_scales, torch.Tensor)
+                and block_scales.shape == scales_shape
+                and block_scales.dtype is kv_format.torch_block_scale_dtype
+                and block_scales.layout is torch.strided
+                and block_scales.device == device
+            )
         )
+    except RuntimeError:  # a nested tensor has no shape
+        return False
+
+
+def _check_buffer(
+    buffer: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str
+) -> None:
+    expected = f"{dtype} with shape {tuple(shape)}"
+    if not isinstance(buffer, torch.Tensor):
+        raise KVQuantizeError(f"{what} must be a tensor of {expected}, got {type(buffer).__name__}")
     if not is_plain(buffer):
         raise KVQuantizeError(f"{what} must be a plain tensor, got {describe(buffer)}")
     if (tuple(buffer.shape), buffer.dtype, buffer.device) != (shape, dtype, device):
         raise KVQuantizeError(
-            f"{what} must be {dtype} with shape {shape} on {device}, got {buffer.dtype} with shape "
+            f"{what} must be {expected} on {device}, got {buffer.dtype} with shape "
             f"{tuple(buffer.shape)} on {buffer.device}"
         )

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 
-from kvcache_plugin import formats
 from kvcache_plugin.arguments import (
     check_is_quantized,
     check_is_tensor,
@@ -19,11 +18,11 @@ from kvcache_plugin.arguments import (
     check_quantized,
     check_tensor,
     check_value_dtype,
+    is_usual,
     kind_of,
     out_buffers,
     out_pair,
     scale_tensor,
-    values_shape,
     wrong_result,
 )
 from kvcache_plugin.errors import KVCacheError, KVQuantizeError, KVScaleError
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from kvcache_plugin.manager import Manager
     from kvcache_plugin.plugins import HookName
     from kvcache_plugin.scales import Granularity
+    from kvcache_plugin.serving import Serving
 
 #: The scale and the buffers as an implementation gets them.
 Prepared: TypeAlias = tuple[torch.Tensor, OutBuffers | None]
@@ -60,19 +60,13 @@ def convert_scales(
     num_kv_heads: int | None,
 ) -> KVScales:
     """What ``validate_kv_scales`` does."""
-    kv_format = format_of(manager, kv_cache_dtype, device, partial(KVScaleError, layer=layer))
-    site = ScaleSite(kv_format, layer, granularity, num_kv_heads)
+    serving = manager.written(device, kv_cache_dtype)
+    if serving is None:
+        raise unknown_format(manager, kv_cache_dtype, partial(KVScaleError, layer=layer))
+    site = ScaleSite(serving.kv_format, layer, granularity, num_kv_heads)
     scales = resolve_scales(k_scale, v_scale, site)
     try:
-        converted = manager.call(
-            "validate_kv_scales",
-            device,
-            kv_format.name,
-            scales=scales,
-            kv_cache_dtype=kv_format.name,
-            device=device,
-            layer=layer,
-        )
+        converted = serving.validate(scales, serving.kv_format.name, device, layer)
     except KVScaleError as error:
         if layer and not error.layer:  # an implementation that left it to us
             problem = error.problem or str(error)
@@ -80,7 +74,7 @@ def convert_scales(
         raise
     if not isinstance(converted, KVScales) or _head_shape(converted) != _head_shape(scales):
         problem = f"{kind_of(converted)} instead of KVScales of the granularity that it was given"
-        raise _wrong_answer(manager, "validate_kv_scales", device, kv_format, problem)
+        raise _no_answer(manager, "validate_kv_scales", serving, converted, problem)
     return serve_scales(converted, site)
 
 
@@ -94,9 +88,11 @@ def quantize(
 ) -> QuantizedKV:
     """What ``quantize_kv`` does."""
     check_is_tensor(tensor)
-    kv_format = format_of(manager, kv_cache_dtype, device, KVQuantizeError)
-    multiplier, buffers = prepared(tensor, scale, kv_format, out)
-    return _quantize_one(manager, device, tensor, multiplier, kv_format, buffers)
+    serving = manager.written(device, kv_cache_dtype)
+    if serving is None:
+        raise unknown_format(manager, kv_cache_dtype, KVQuantizeError)
+    multiplier, buffers = prepared(tensor, scale, serving.kv_format, out)
+    return _quantize_one(manager, serving, tensor, multiplier, buffers)
 
 
 def quantize_pair(
@@ -110,38 +106,35 @@ def quantize_pair(
     out: OutPair | None = None,
 ) -> tuple[QuantizedKV, QuantizedKV]:
     """What ``quantize_kv_pair`` does."""
-    kv_format = format_of(manager, kv_cache_dtype, device, KVQuantizeError)
+    serving = manager.written(device, kv_cache_dtype)
+    if serving is None:
+        raise unknown_format(manager, kv_cache_dtype, KVQuantizeError)
+    kv_format = serving.kv_format
     # Both before either: what is refused for V must not leave K written.
     (k_multiplier, k_buffers), (v_multiplier, v_buffers) = prepared_pair(
         key, value, k_scale, v_scale, kv_format, out
     )
-    buffers = None if k_buffers is None or v_buffers is None else (k_buffers, v_buffers)
-    result: object = manager.call_pair(
-        device,
-        kv_format.name,
-        key=key,
-        value=value,
-        k_scale=k_multiplier,
-        v_scale=v_multiplier,
-        kv_cache_dtype=kv_format.name,
-        device=device,
-        out=buffers,
-    )
+    result: object = None
+    if serving.pair is not None:
+        buffers = None if k_buffers is None or v_buffers is None else (k_buffers, v_buffers)
+        result = serving.pair(
+            key, value, k_multiplier, v_multiplier, kv_format.name, device, buffers
+        )
     if result is None:
         return (
-            _quantize_one(manager, device, key, k_multiplier, kv_format, k_buffers),
-            _quantize_one(manager, device, value, v_multiplier, kv_format, v_buffers),
+            _quantize_one(manager, serving, key, k_multiplier, k_buffers),
+            _quantize_one(manager, serving, value, v_multiplier, v_buffers),
         )
     if not isinstance(result, tuple) or len(result) != 2:
         problem = f"{kind_of(result)} instead of a tuple of two QuantizedKV"
-        raise _wrong_answer(manager, PAIR, device, kv_format, problem)
+        raise _no_answer(manager, PAIR, serving, result, problem)
     k_result, v_result = result
-    for side, problem in (
-        ("K", wrong_result(k_result, key, k_multiplier, kv_format, k_buffers)),
-        ("V", wrong_result(v_result, value, v_multiplier, kv_format, v_buffers)),
-    ):
-        if problem:
-            raise _wrong_answer(manager, PAIR, device, kv_format, f"{side}: {problem}")
+    problem = wrong_result(k_result, key, k_multiplier, kv_format, k_buffers)
+    if problem:
+        raise _no_answer(manager, PAIR, serving, result, f"K: {problem}")
+    problem = wrong_result(v_result, value, v_multiplier, kv_format, v_buffers)
+    if problem:
+        raise _no_answer(manager, PAIR, serving, result, f"V: {problem}")
     return k_result, v_result
 
 
@@ -151,45 +144,34 @@ def dequantize(
     """What ``dequantize_kv`` does."""
     check_is_quantized(quantized)
     check_value_dtype(dtype)
-    # The codes say what they are: fp8_e4m3 codes stay that, also on FNUZ hardware.
-    kv_format = format_of(manager, quantized.kv_cache_dtype, None, KVQuantizeError)
-    check_quantized(quantized, kv_format)
-    result: torch.Tensor = manager.call(
-        "dequantize_kv", device, kv_format.name, quantized=quantized, dtype=dtype, device=device
-    )
-    shape = values_shape(quantized.data, kv_format)
-    if not isinstance(result, torch.Tensor) or (tuple(result.shape), result.dtype) != (
-        shape,
-        dtype,
-    ):
+    serving = manager.read(device, quantized.kv_cache_dtype)
+    if serving is None:
+        raise unknown_format(manager, quantized.kv_cache_dtype, KVQuantizeError)
+    shape = check_quantized(quantized, serving.kv_format)
+    result: torch.Tensor = serving.dequantize(quantized, dtype, device)
+    is_fit = isinstance(result, torch.Tensor) and result.dtype is dtype and result.shape == shape
+    if not is_fit:
         problem = f"{kind_of(result)} instead of a tensor of {dtype} with shape {shape}"
-        raise _wrong_answer(manager, "dequantize_kv", device, kv_format, problem)
+        raise _no_answer(manager, "dequantize_kv", serving, result, problem)
     return result
 
 
-def format_of(
-    manager: Manager,
-    kv_cache_dtype: object,
-    device: Device | None,
-    error: Callable[[str], KVCacheError],
-) -> KVFormat:
-    """The format of this name, as a device stores it where one is given."""
-    kv_format = None
-    if isinstance(kv_cache_dtype, str):
-        stored = formats.on_device(kv_cache_dtype, device) if device else kv_cache_dtype
-        kv_format = manager.kv_format(stored)
-    if kv_format is None:
-        unquantized = " (a cache that is not quantized needs nothing from here)"
-        hint = unquantized if kv_cache_dtype in _UNQUANTIZED else ""
-        known = ", ".join(manager.format_names)
-        raise error(f"unknown kv_cache_dtype {kv_cache_dtype!r}{hint}; known names are {known}")
-    return kv_format
+def unknown_format(
+    manager: Manager, kv_cache_dtype: object, error: Callable[[str], KVCacheError]
+) -> KVCacheError:
+    unquantized = " (a cache that is not quantized needs nothing from here)"
+    hint = unquantized if kv_cache_dtype in _UNQUANTIZED else ""
+    known = ", ".join(manager.format_names)
+    return error(f"unknown kv_cache_dtype {kv_cache_dtype!r}{hint}; known names are {known}")
 
 
 def prepared(tensor: torch.Tensor, scale: Scale, kv_format: KVFormat, out: Out | None) -> Prepared:
     """See that K or V can be quantized, to buffers that fit."""
-    check_tensor(tensor, kv_format)
-    multiplier = scale_tensor(scale, tensor, kv_format)
+    if is_usual(scale, tensor, kv_format):
+        multiplier = scale
+    else:
+        check_tensor(tensor, kv_format)
+        multiplier = scale_tensor(scale, tensor, kv_format)
     return multiplier, None if out is None else out_buffers(out, tensor, kv_format)
 
 
@@ -215,34 +197,30 @@ def prepared_pair(
 
 def _quantize_one(
     manager: Manager,
-    device: Device,
+    serving: Serving,
     tensor: torch.Tensor,
     multiplier: torch.Tensor,
-    kv_format: KVFormat,
     buffers: OutBuffers | None,
 ) -> QuantizedKV:
-    result: QuantizedKV = manager.call(
-        "quantize_kv",
-        device,
-        kv_format.name,
-        tensor=tensor,
-        scale=multiplier,
-        kv_cache_dtype=kv_format.name,
-        device=device,
-        out=buffers,
+    kv_format = serving.kv_format
+    result: QuantizedKV = serving.quantize(
+        tensor, multiplier, kv_format.name, serving.device, buffers
     )
     problem = wrong_result(result, tensor, multiplier, kv_format, buffers)
     if problem:
-        raise _wrong_answer(manager, "quantize_kv", device, kv_format, problem)
+        raise _no_answer(manager, "quantize_kv", serving, result, problem)
     return result
 
 
-def _wrong_answer(
-    manager: Manager, hook: HookName, device: Device, kv_format: KVFormat, problem: str
+def _no_answer(
+    manager: Manager, hook: HookName, serving: Serving, result: object, problem: str
 ) -> KVCacheError:
+    """The error for a result that is none, or is wrong."""
+    if result is None:
+        return manager.nobody(hook, serving)
     return KVCacheError(
-        f"{hook} of {kv_format.name} on {device} answered with {problem}; mend implementation "
-        f"{manager.answering(hook, device, kv_format.name)}"
+        f"{hook} of {serving.kv_format.name} on {serving.device} answered with {problem}; mend "
+        f"implementation {manager.answering(hook, serving)}"
     )
 
 

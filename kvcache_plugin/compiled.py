@@ -14,13 +14,13 @@ import torch
 from kvcache_plugin import calls
 from kvcache_plugin.arguments import (
     buffers_of,
+    check_pair,
     check_quantized,
     check_value_dtype,
     filled,
     out_pair,
-    values_shape,
 )
-from kvcache_plugin.device import Device
+from kvcache_plugin.device import Device, of_existing
 from kvcache_plugin.errors import KVQuantizeError
 from kvcache_plugin.manager import get_manager
 from kvcache_plugin.quantized import OutBuffers, QuantizedKV
@@ -55,6 +55,7 @@ def quantize_pair(
     out: OutPair | None,
 ) -> tuple[QuantizedKV, QuantizedKV]:
     """``quantize_kv_pair`` while it is traced."""
+    check_pair(key, value)
     name = _stored_name(kv_cache_dtype, key.device)
     k_given, v_given = _scale(k_scale, key.device), _scale(v_scale, value.device)
     inputs = (key.detach(), value.detach(), k_given, v_given, name)
@@ -95,11 +96,10 @@ def _stored_name(kv_cache_dtype: str, device: torch.device | None) -> str:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _named_or_not(kv_cache_dtype: str, device: torch.device | None) -> tuple[str, str]:
     """The format's name where it is stored, or what is wrong; asked once, and not traced."""
-    try:
-        hardware = None if device is None else Device.of(device)
-        kv_format = calls.format_of(get_manager(), kv_cache_dtype, hardware, KVQuantizeError)
-    except KVQuantizeError as error:
-        return "", str(error)
+    manager, hardware = get_manager(), None if device is None else Device.of(device)
+    kv_format = manager.kv_format(kv_cache_dtype, hardware)
+    if kv_format is None:
+        return "", str(calls.unknown_format(manager, kv_cache_dtype, KVQuantizeError))
     return kv_format.name, ""
 
 
@@ -164,7 +164,7 @@ def _quantize_fake(
 
 @_op("quantize", "(Tensor tensor, Tensor scale, str kv_cache_dtype) -> Tensor[]", _quantize_fake)
 def _quantize(tensor: torch.Tensor, scale: torch.Tensor, kv_cache_dtype: str) -> list[torch.Tensor]:
-    device = Device.of(tensor.device)
+    device = of_existing(tensor.device)
     result = calls.quantize(get_manager(), device, tensor, scale, kv_cache_dtype)
     return _unshared(_parts(result), [tensor, scale])
 
@@ -195,7 +195,7 @@ def _quantize_out(
     data: torch.Tensor,
     block_scales: torch.Tensor | None,
 ) -> None:
-    device = Device.of(tensor.device)
+    device = of_existing(tensor.device)
     out = OutBuffers(data, block_scales)
     calls.quantize(get_manager(), device, tensor, scale, kv_cache_dtype, out)
 
@@ -224,7 +224,7 @@ def _quantize_pair(
     v_scale: torch.Tensor,
     kv_cache_dtype: str,
 ) -> list[torch.Tensor]:
-    device = Device.of(key.device)
+    device = of_existing(key.device)
     k, v = calls.quantize_pair(get_manager(), device, key, value, k_scale, v_scale, kv_cache_dtype)
     return _unshared([*_parts(k), *_parts(v)], [key, value, k_scale, v_scale])
 
@@ -266,7 +266,7 @@ def _quantize_pair_out(
     v_data: torch.Tensor,
     v_block_scales: torch.Tensor | None,
 ) -> None:
-    device = Device.of(key.device)
+    device = of_existing(key.device)
     out = OutBuffers(k_data, k_block_scales), OutBuffers(v_data, v_block_scales)
     calls.quantize_pair(get_manager(), device, key, value, k_scale, v_scale, kv_cache_dtype, out)
 
@@ -279,8 +279,8 @@ def _dequantize_fake(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     kv_format = _format_of(kv_cache_dtype)
-    check_quantized(QuantizedKV(data, block_scales, scale, kv_cache_dtype), kv_format)
-    return data.new_empty(values_shape(data, kv_format), dtype=dtype)
+    shape = check_quantized(QuantizedKV(data, block_scales, scale, kv_cache_dtype), kv_format)
+    return data.new_empty(shape, dtype=dtype)
 
 
 @_op(
@@ -297,12 +297,16 @@ def _dequantize(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     quantized = QuantizedKV(data, block_scales, scale, kv_cache_dtype)
-    values = calls.dequantize(get_manager(), Device.of(data.device), quantized, dtype)
+    values = calls.dequantize(get_manager(), of_existing(data.device), quantized, dtype)
     return _unshared([values], [scale, *_parts(quantized)])[0]
 
 
 def _format_of(kv_cache_dtype: str) -> KVFormat:
-    return calls.format_of(get_manager(), kv_cache_dtype, None, KVQuantizeError)
+    manager = get_manager()
+    kv_format = manager.kv_format(kv_cache_dtype)
+    if kv_format is None:
+        raise calls.unknown_format(manager, kv_cache_dtype, KVQuantizeError)
+    return kv_format
 
 
 def _new(tensor: torch.Tensor, kv_format: KVFormat) -> list[torch.Tensor]:

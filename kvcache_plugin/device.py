@@ -57,7 +57,9 @@ class Device:
             return cls.parse(x)
         import torch
 
-        device = x.device if isinstance(x, torch.Tensor) else x
+        if isinstance(x, torch.Tensor):
+            return of_existing(x.device)
+        device = x
         if not isinstance(device, torch.device):
             raise KVCacheError(
                 f"a device is a Device, a torch.device, a tensor or a name, got {x!r}; "
@@ -96,6 +98,12 @@ _KNOWN_NAMES = (
     "known names are cpu, a CUDA architecture (sm_90), a ROCm architecture (gfx942) "
     "and what torch.device takes (cuda:0). An H100 is sm_90, an MI300X gfx942"
 )
+
+
+@cache
+def of_existing(device: torch.device) -> Device:
+    """The hardware that a tensor is on, which is there and stays what it is."""
+    return _of_card(device.index) if device.type == "cuda" else Device(device.type)
 
 
 def _of_gpu(index: int | None) -> Device:

@@ -7,15 +7,22 @@ and explained without importing torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from typing import TypeAlias
 
     import torch
 
     from kvcache_plugin.device import Device
+
+    #: Shapes of ``data`` and of ``block_scales``, the latter ``None`` for a format without.
+    Shapes: TypeAlias = tuple[tuple[int, ...], tuple[int, ...] | None]
+
+_MOST_SHAPES_KNOWN = 1024
 
 
 @dataclass(frozen=True)
@@ -67,12 +74,12 @@ class KVFormat:
                 f"{self.block_size!r} and {self.block_scale_dtype!r}"
             )
 
-    @property
+    @cached_property
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype of ``data``."""
         return _torch_dtype(self.data_dtype)
 
-    @property
+    @cached_property
     def torch_block_scale_dtype(self) -> torch.dtype | None:
         """The torch dtype of ``block_scales``, ``None`` where the format has none."""
         return None if self.block_scale_dtype is None else _torch_dtype(self.block_scale_dtype)
@@ -88,18 +95,43 @@ class KVFormat:
             except AttributeError as error:
                 raise ValueError(f"{self.name}: torch has no dtype {name!r}") from error
 
-    @property
+    @cached_property
     def head_dim_multiple(self) -> int:
         """``head_dim`` must be a multiple of this."""
         return self.block_size or self.values_per_element
 
     def data_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of ``data`` for K or V of this shape."""
-        return (*shape[:-1], shape[-1] // self.values_per_element)
+        return self.shapes(shape)[0]
 
     def block_scales_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
         """Shape of ``block_scales`` for K or V of this shape, ``None`` for a format without."""
-        return None if self.block_size is None else (*shape[:-1], shape[-1] // self.block_size)
+        return self.shapes(shape)[1]
+
+    def shapes(self, shape: Sequence[int]) -> Shapes:
+        """Shapes of ``data`` and of ``block_scales`` for K or V of this shape."""
+        try:
+            return self._known_shapes[shape]  # type: ignore[index]
+        except (KeyError, TypeError):  # a new one, or one that is no key: symbolic, or a list
+            return self._new_shapes(shape)
+
+    @cached_property
+    def _known_shapes(self) -> dict[tuple[int, ...], Shapes]:
+        """K and V of few shapes are quantized again and again."""
+        return {}
+
+    def _new_shapes(self, shape: Sequence[int]) -> Shapes:
+        *lead, head_dim = shape
+        data_shape = (*lead, head_dim // self.values_per_element)
+        if self.block_size is None:
+            shapes: Shapes = data_shape, None
+        else:
+            shapes = data_shape, (*lead, head_dim // self.block_size)
+        if all(type(size) is int for size in shape):
+            if len(self._known_shapes) >= _MOST_SHAPES_KNOWN:
+                self._known_shapes.clear()
+            self._known_shapes[tuple(shape)] = shapes
+        return shapes
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -11,7 +11,7 @@ import logging
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvcache_plugin import __version__, formats
 from kvcache_plugin.description import KVDescription
@@ -28,14 +28,14 @@ from kvcache_plugin.plugins import (
     find_entry_points,
     new_plugin_manager,
     one_line,
-    raised_by,
     subset,
     wraps,
 )
+from kvcache_plugin.serving import HookCall, Serving
 from kvcache_plugin.settings import BLOCK, read_settings, report_problems
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import pluggy
 
@@ -104,26 +104,6 @@ class Explanation:
         return "quantize_kv" in self.chosen_for
 
 
-@dataclass(frozen=True)
-class _Selection:
-    """The plugins that serve one device and format, and why the others do not.
-
-    :param in_pairs: whether K and V are quantized in one launch where both are there.
-    """
-
-    plugins: pluggy.PluginManager
-    unsupported: Mapping[str, str]
-    in_pairs: bool
-
-    def callables(self, hook: str) -> list[str]:
-        """Names of the plugins that answer a hook, the first that is called first."""
-        return [impl.plugin_name for impl in call_order(self.plugins, hook) if not wraps(impl)]
-
-    def wrappers(self, hook: str) -> list[str]:
-        """Names of the plugins that wrap a hook, the outermost first."""
-        return [impl.plugin_name for impl in call_order(self.plugins, hook) if wraps(impl)]
-
-
 class Manager:
     """The implementations of one process.
 
@@ -137,7 +117,9 @@ class Manager:
         self._found: list[Implementation] = []
         self._formats: dict[str, KVFormat] = {f.name: f for f in formats.BUILT_IN}
         self._added_formats: dict[str, tuple[KVFormat, ...]] = {}
-        self._selections: dict[tuple[Device, str], _Selection] = {}
+        self._selections: dict[tuple[Device, str], Serving] = {}
+        #: The same ones by the names that they were asked for with.
+        self._written: dict[tuple[Device, object], Serving] = {}
 
     # Finding
 
@@ -191,7 +173,12 @@ class Manager:
             self._plugins.unregister(name=name)
             for kv_format in self._added_formats.pop(name):
                 del self._formats[kv_format.name]
-            self._selections.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        """What was selected is selected again when it is next asked for."""
+        self._written.clear()
+        self._selections.clear()
 
     @property
     def implementations(self) -> tuple[Implementation, ...]:
@@ -240,7 +227,7 @@ class Manager:
         self._formats.update((kv_format.name, kv_format) for kv_format in new_formats)
         self._added_formats[name] = new_formats
         self._found.append(Implementation(name, distribution, hooks, summary))
-        self._selections.clear()
+        self._forget()
 
     def _name_of(self, plugin: object) -> str | None:
         """The name of this very object; an object that equals it is another plugin."""
@@ -253,9 +240,15 @@ class Manager:
 
     # Formats
 
-    def kv_format(self, kv_cache_dtype: str) -> KVFormat | None:
-        """The format of this name, ``None`` for a name that nobody has brought."""
-        return self._formats.get(formats.canonical(kv_cache_dtype))
+    def kv_format(self, kv_cache_dtype: object, device: Device | None = None) -> KVFormat | None:
+        """The format of this name, ``None`` for a name that nobody has brought.
+
+        :param device: where it is stored, if that is to be looked at.
+        """
+        if not isinstance(kv_cache_dtype, str):
+            return None
+        name = kv_cache_dtype if device is None else formats.on_device(kv_cache_dtype, device)
+        return self._formats.get(formats.canonical(name))
 
     @property
     def format_names(self) -> tuple[str, ...]:
@@ -264,68 +257,53 @@ class Manager:
 
     # Selecting
 
-    def call(self, hook: HookName, device: Device, kv_cache_dtype: str, /, **arguments: Any) -> Any:
-        """Call the implementations of a hook that serve the device and format, in order.
+    def written(self, device: Device, kv_cache_dtype: object) -> Serving | None:
+        """What quantizes to the format of this name, as the device stores it.
 
-        An exception goes up as it is, with a note that names the implementation.
-
-        :raises NoImplementationError: when there is none, or each of them passes.
+        ``None`` for a name that nobody has brought.
         """
-        key = (device, kv_cache_dtype)
-        selection = self._selections.get(key) or self._select(key)
-        result = self._call(selection, hook, device, kv_cache_dtype, arguments)
-        if result is None:
-            nobody = not selection.callables(hook)
-            what = (
-                "no implementation serves this"
-                if nobody
-                else "each implementation passed, or a wrapper kept its result"
-            )
-            raise self._none(hook, device, kv_cache_dtype, what)
-        return result
-
-    def call_pair(self, device: Device, kv_cache_dtype: str, /, **arguments: Any) -> Any:
-        """Quantize K and V in one launch; ``None`` where they are to be quantized one by one."""
-        key = (device, kv_cache_dtype)
-        selection = self._selections.get(key) or self._select(key)
-        if not selection.in_pairs:
-            return None
-        return self._call(selection, PAIR, device, kv_cache_dtype, arguments)
-
-    def _call(
-        self,
-        selection: _Selection,
-        hook: HookName,
-        device: Device,
-        kv_cache_dtype: str,
-        arguments: Mapping[str, Any],
-    ) -> Any:
-        caller: pluggy.HookCaller = getattr(selection.plugins.hook, hook)
         try:
-            return caller(**arguments)
-        except Exception as error:
-            name = raised_by(error, caller)
-            if name:
-                add_note(
-                    error,
-                    f"{hook} for {kv_cache_dtype} on {device} was called in implementation "
-                    f"{self._loaded(name)}",
-                )
-            raise
+            return self._written[device, kv_cache_dtype]
+        except (KeyError, TypeError):  # asked for the first time, or no name
+            return self._first_written(device, kv_cache_dtype)
 
-    def answering(self, hook: HookName, device: Device, kv_cache_dtype: str) -> str:
+    def read(self, device: Device, kv_cache_dtype: object) -> Serving | None:
+        """What dequantizes codes of the format of this name, ``None`` for an unknown one.
+
+        The codes say what they are: ``fp8_e4m3`` codes stay that, also on FNUZ hardware.
+        """
+        try:
+            return self._selections[device, kv_cache_dtype]  # type: ignore[index]
+        except (KeyError, TypeError):
+            kv_format = self.kv_format(kv_cache_dtype)
+            return None if kv_format is None else self._select((device, kv_format.name))
+
+    def nobody(self, hook: HookName, serving: Serving) -> NoImplementationError:
+        """The error for a hook that gave no result."""
+        device, kv_cache_dtype = serving.device, serving.kv_format.name
+        what = (
+            "each implementation passed, or a wrapper kept its result"
+            if serving.callables(hook)
+            else "no implementation serves this"
+        )
+        reasons = "; ".join(
+            f"{row.name} ({row.distribution}): {row.reason}"
+            for row in self.explain(device, kv_cache_dtype)
+        )
+        return NoImplementationError(
+            f"{hook} of {kv_cache_dtype} on {device}: {what}. Install or unblock an implementation "
+            f"for it. What there is: {reasons or 'nothing'}"
+        )
+
+    def answering(self, hook: HookName, serving: Serving) -> str:
         """The plugins that a result of the hook can come from, wrappers too, for a message."""
-        plugins = self._select((device, kv_cache_dtype)).plugins
-        names = [impl.plugin_name for impl in call_order(plugins, hook)]
+        names = [impl.plugin_name for impl in call_order(serving.plugins, hook)]
         return ", or if that passed ".join(str(self._loaded(name)) for name in names)
 
     def explain(self, device: Device, kv_cache_dtype: str) -> tuple[Explanation, ...]:
         """Every implementation in call order: what it is chosen for, and why or why not."""
-        selection = self._select((device, kv_cache_dtype))
-        return tuple(
-            self._explain_one(found, selection, device, kv_cache_dtype)
-            for found in self.implementations
-        )
+        serving = self._select((device, kv_cache_dtype))
+        return tuple(self._explain_one(found, serving) for found in self.implementations)
 
     def describe(self, name: str, device: Device, kv_cache_dtype: str) -> KVDescription:
         """What an implementation says of itself; its docstring stands in for a broken answer."""
@@ -343,27 +321,25 @@ class Manager:
         how = description.how.strip().rstrip(".") or self._loaded(name).summary
         return replace(description, how="; ".join(filter(None, (how, problem))))
 
-    def _explain_one(
-        self, found: Implementation, selection: _Selection, device: Device, kv_cache_dtype: str
-    ) -> Explanation:
+    def _explain_one(self, found: Implementation, serving: Serving) -> Explanation:
         if found.left_out:
             return Explanation(found.name, found.distribution, (), found.left_out)
-        if found.name in selection.unsupported:
-            reason = selection.unsupported[found.name]
+        if found.name in serving.unsupported:
+            reason = serving.unsupported[found.name]
             return Explanation(found.name, found.distribution, (), reason)
         chosen_for, reasons = [], []
         for hook in SELECTED_HOOKS:
-            names = selection.callables(hook)
+            names = serving.callables(hook)
             if found.name in names[:1]:
                 chosen_for.append(hook)
             elif found.name in names:
                 reasons.append(f"{names[0]} comes before it for {hook}")
-            elif found.name in selection.wrappers(hook):
+            elif found.name in serving.wrappers(hook):
                 reasons.append(f"wraps {hook}")
             elif hook in found.hooks:
-                reasons.append(_why_no_pairs(found.name, selection))
+                reasons.append(serving.why_no_pairs(found.name))
         if chosen_for:
-            how = self.describe(found.name, device, kv_cache_dtype).how
+            how = self.describe(found.name, serving.device, serving.kv_format.name).how
             reasons.insert(0, how or "says that it serves this")
         reason = "; ".join(filter(None, reasons))
         return Explanation(
@@ -373,13 +349,22 @@ class Manager:
             reason or "implements none of the hooks that are selected by device",
         )
 
-    def _select(self, key: tuple[Device, str]) -> _Selection:
+    def _first_written(self, device: Device, kv_cache_dtype: object) -> Serving | None:
+        kv_format = self.kv_format(kv_cache_dtype, device)
+        if kv_format is None:
+            return None
+        with self._lock:
+            serving = self._select((device, kv_format.name))
+            self._written[device, kv_cache_dtype] = serving
+            return serving
+
+    def _select(self, key: tuple[Device, str]) -> Serving:
         with self._lock:
             if key not in self._selections:
                 self._selections[key] = self._new_selection(*key)
             return self._selections[key]
 
-    def _new_selection(self, device: Device, kv_cache_dtype: str) -> _Selection:
+    def _new_selection(self, device: Device, kv_cache_dtype: str) -> Serving:
         unsupported = {}
         for impl in self._plugins.hook.supports_kv.get_hookimpls():
             reason = "" if wraps(impl) else self._why_not(impl.plugin_name, device, kv_cache_dtype)
@@ -387,12 +372,12 @@ class Manager:
                 unsupported[impl.plugin_name] = reason
         # Whoever comes first for quantize_kv decides how K and V are written, and so does a wrapper
         # of it: the quantize_kv_pair of another plugin would pass them by.
-        serving = [
+        writers = [
             impl
             for impl in call_order(self._plugins, "quantize_kv")
             if impl.plugin_name not in unsupported
         ]
-        first = serving[0].plugin_name if serving and not any(map(wraps, serving)) else None
+        first = writers[0].plugin_name if writers and not any(map(wraps, writers)) else None
         plugins = subset(
             self._plugins,
             lambda name, hook, is_wrapper: (
@@ -400,7 +385,27 @@ class Manager:
             ),
         )
         in_pairs = any(not wraps(impl) for impl in call_order(plugins, PAIR))
-        return _Selection(plugins, unsupported, in_pairs)
+        call = partial(self._hook_call, plugins, device, kv_cache_dtype)
+        return Serving(
+            device,
+            self._formats[kv_cache_dtype],
+            plugins,
+            unsupported,
+            validate=call("validate_kv_scales"),
+            quantize=call("quantize_kv"),
+            pair=call(PAIR) if in_pairs else None,
+            dequantize=call("dequantize_kv"),
+        )
+
+    def _hook_call(
+        self, plugins: pluggy.PluginManager, device: Device, kv_cache_dtype: str, hook: HookName
+    ) -> HookCall:
+        def note(error: Exception, name: str) -> None:
+            if name:
+                what = f"{hook} for {kv_cache_dtype} on {device} was called in implementation"
+                add_note(error, f"{what} {self._loaded(name)}")
+
+        return HookCall(hook, plugins, note)
 
     def _why_not(self, name: str, device: Device, kv_cache_dtype: str) -> str:
         """Why an implementation does not serve the device and format; empty when it does."""
@@ -430,28 +435,6 @@ class Manager:
         answers = getattr(asked.hook, hook)(device=device, kv_cache_dtype=kv_cache_dtype)
         # A list of one, unless a wrapper has made something else of it.
         return answers[0] if isinstance(answers, list) and answers else (answers or None)
-
-    def _none(
-        self, hook: str, device: Device, kv_cache_dtype: str, what: str
-    ) -> NoImplementationError:
-        reasons = "; ".join(
-            f"{row.name} ({row.distribution}): {row.reason}"
-            for row in self.explain(device, kv_cache_dtype)
-        )
-        return NoImplementationError(
-            f"{hook} of {kv_cache_dtype} on {device}: {what}. Install or unblock an implementation "
-            f"for it. What there is: {reasons or 'nothing'}"
-        )
-
-
-def _why_no_pairs(name: str, selection: _Selection) -> str:
-    """Why a ``quantize_kv_pair`` is not called; empty where its ``quantize_kv`` is not either."""
-    names, wrappers = selection.callables("quantize_kv"), selection.wrappers("quantize_kv")
-    if name not in names:
-        return f"its {PAIR} would be called where it comes first for quantize_kv, which it lacks"
-    if name != names[0]:
-        return ""
-    return f"its {PAIR} is not called, since {wrappers[0]} wraps quantize_kv"
 
 
 _loading = threading.RLock()

@@ -646,7 +646,35 @@ def test_scales_of_a_special_layout_are_refused() -> None:
         kv.validate_kv_scales(sparse, 1.0, kv_cache_dtype="fp8")
 
 
-def test_buffers_of_a_special_layout_are_refused() -> None:
-    out = torch.zeros(4, 64).to_sparse()
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize(
+    "special",
+    [
+        lambda: torch.zeros(4, 64).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.ones(2, 64), torch.ones(3, 64)]),
+    ],
+    ids=["sparse", "nested"],
+)
+def test_buffers_of_a_special_layout_are_refused(special: Callable[[], torch.Tensor]) -> None:
     with pytest.raises(kv.KVQuantizeError, match="out: data must be a plain tensor"):
-        kv.quantize_kv(torch.ones(4, 64), 0.5, "fp8", out=out)
+        kv.quantize_kv(torch.ones(4, 64), 0.5, "fp8", out=special())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_a_nested_scale_is_refused() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(1)])
+    with pytest.raises(kv.KVQuantizeError, match=r"plain layout, got torch\.float32 of nested"):
+        kv.quantize_kv(torch.ones(4, 64), nested, "fp8")
+
+
+def test_a_scale_that_requires_grad_is_detached() -> None:
+    result = kv.quantize_kv(torch.ones(4, 64), torch.ones(1, requires_grad=True), "fp8")
+    assert not result.scale.requires_grad
+
+
+def test_a_format_remembers_no_more_than_some_shapes() -> None:
+    kv_format = kv.KVFormat("remembers", "int8", "int8", 1.0, 2, 16, "uint8")
+    for tokens in range(3000):
+        assert kv_format.data_shape((tokens, 32)) == (tokens, 16)
+        assert kv_format.block_scales_shape([tokens, 32]) == (tokens, 2)
+    assert len(kv_format._known_shapes) <= 1024

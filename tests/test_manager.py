@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import json
 import logging
 import os
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 import kvcache_plugin as kv
+from kvcache_plugin import calls
 from kvcache_plugin.manager import BUILT_IN, OWN_DISTRIBUTION, Manager, get_manager
 from kvcache_plugin.settings import SWITCHES, Settings, read_settings
 
@@ -294,6 +297,62 @@ def test_a_wrapper_is_not_an_implementation(register: Register) -> None:
 def test_explain_does_not_say_that_anyone_comes_before_a_wrapper(register: Register) -> None:
     register(Around(), "around")
     assert "comes before" not in _row("around").reason
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: locals(),
+        lambda tensor: locals(),
+        lambda scale: locals(),
+        lambda out, tensor: locals(),
+        lambda device, kv_cache_dtype: locals(),
+        lambda tensor, scale, kv_cache_dtype, device, out: locals(),
+    ],
+    ids=["none", "first", "second", "turned", "some", "all"],
+)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+def test_a_function_gets_the_arguments_that_it_names(
+    function: Callable[..., dict[str, Any]], wrapped: bool
+) -> None:
+    """Whether pluggy calls it, or we do in its place."""
+    manager = Manager()
+    seen: list[dict[str, Any]] = []
+
+    @functools.wraps(function)
+    def quantize_kv(*arguments: Any) -> None:
+        seen.append(function(*arguments))
+
+    manager.register(Plain(quantize_kv=kv.hookimpl(_named("quantize_kv", quantize_kv))), "plain")
+    if wrapped:
+        manager.register(Around(), "around")
+    tensor, scale = torch.ones(2, 32), torch.ones(1)
+    with pytest.raises(kv.NoImplementationError, match="each implementation passed"):
+        calls.quantize(manager, CPU, tensor, scale, "fp8")
+    (arguments,) = seen
+    assert list(arguments) == list(inspect.signature(function).parameters)
+    given = {"tensor": tensor, "scale": scale, "out": None}
+    for name, argument in arguments.items():
+        assert argument is given[name] if name in given else argument in (CPU, "fp8_e4m3")
+
+
+def test_a_default_means_what_it_means_to_pluggy() -> None:
+    """Which of its releases give the argument by keyword and which leave it out."""
+    seen = []
+
+    def quantize_kv(tensor: torch.Tensor, kv_cache_dtype: str = "default") -> None:
+        seen.append(kv_cache_dtype)
+
+    manager = Manager()
+    manager.register(Plain(quantize_kv=kv.hookimpl(quantize_kv)), "plain")
+    for _ in range(2):
+        with pytest.raises(kv.NoImplementationError):
+            _call(manager)
+        manager.register(Around())
+    assert seen[0] == seen[1]
 
 
 # Answers
@@ -1127,16 +1186,7 @@ def _quantize() -> kv.QuantizedKV:
 
 def _call(manager: Manager) -> object:
     """What ``kv.quantize_kv`` does, with a manager of the test's own."""
-    return manager.call(
-        "quantize_kv",
-        CPU,
-        "fp8_e4m3",
-        tensor=torch.ones(2, 32),
-        scale=torch.ones(1),
-        kv_cache_dtype="fp8_e4m3",
-        device=CPU,
-        out=None,
-    )
+    return calls.quantize(manager, CPU, torch.ones(2, 32), 1.0, "fp8")
 
 
 def _row(name: str, device: kv.Device = CPU, kv_cache_dtype: str = "fp8") -> kv.Explanation:

@@ -490,6 +490,27 @@ def test_of_plugins_that_share_a_function_the_first_is_named(
     assert "in implementation 'first'" in _notes(caught.value, caplog)
 
 
+def test_of_plugins_that_share_a_function_one_may_pass_and_the_other_be_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answers = iter([None, ValueError("bad")])
+
+    @kv.hookimpl
+    def quantize_kv() -> None:
+        answer = next(answers)
+        if answer is not None:
+            raise answer
+
+    manager = Manager()
+    for name in ("second", "first"):
+        plugin = Sharing(True)
+        plugin.quantize_kv = quantize_kv
+        manager.register(plugin, name)
+    with pytest.raises(ValueError, match="bad") as caught:
+        calls.quantize(manager, CPU, KEY, 1.0, "fp8")
+    assert "in implementation 'second'" in _notes(caught.value, caplog)
+
+
 # Helpers
 
 
