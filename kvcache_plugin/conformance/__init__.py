@@ -1,0 +1,1 @@
+"""The checks that an implementation must pass: each asks it, and compares with the definition."""

@@ -1,0 +1,87 @@
+"""The conformance kit: proves an implementation against the definition, in three lines of pytest.
+
+```python
+from kvcache_plugin.testing import ConformanceSuite
+
+
+class TestMine(ConformanceSuite):
+    implementation = my_module
+```
+
+The same checks run without pytest: ``cases(Candidate.of(my_module))`` gives them, and ``Case.run``
+a ``Verdict``. ``docs/hooks.md`` tells what is checked, and how far a declared tolerance goes.
+"""
+
+from __future__ import annotations
+
+import unittest
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvcache_plugin.conformance.candidate import Candidate
+from kvcache_plugin.conformance.cases import Case, Verdict, cases
+from kvcache_plugin.conformance.comparing import Difference, Problem
+from kvcache_plugin.errors import KVCacheError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from kvcache_plugin.device import Device
+
+__all__ = ["Candidate", "Case", "ConformanceSuite", "Difference", "Problem", "Verdict", "cases"]
+
+
+class ConformanceSuite:
+    """Every check as a test of its own, ``test_conforms[strides-fp8_e4m3-bfloat16]`` for instance.
+
+    A test is skipped where the implementation leaves each of its inputs to the next one. It never
+    may leave what is plain: packed bfloat16 with a scale tensor.
+
+    :cvar implementation: a module, or an instance of a class, with hook functions.
+    :cvar torch_device: where tensors live.
+    :cvar device: what the implementation is told; by default what ``torch_device`` is. With
+        ``Device.parse("sm_90")`` code for a GPU is tried on the CPU.
+    :cvar formats: names of formats; by default all that it says it serves on the device.
+    """
+
+    implementation: ClassVar[object] = None
+    torch_device: ClassVar[torch.device | str] = "cpu"
+    device: ClassVar[Device | None] = None
+    formats: ClassVar[Sequence[str] | None] = None
+
+    def test_conforms(self, case: Case | None) -> None:
+        __tracebackhide__ = True
+        if case is None:
+            self._cases()  # raises again what stood in the way
+            raise AssertionError("the implementation serves something now, and did not at first")
+        verdict = case.run(self._candidate())
+        if verdict.problems:
+            what = f"{case}: {case.check.summary}"
+            raise AssertionError("\n".join([what, *map(str, verdict.problems)]))
+        if verdict.left_out:
+            raise unittest.SkipTest(verdict.left_out)
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Called by pytest, which so need not be imported here."""
+        if "case" not in metafunc.fixturenames:
+            return
+        try:
+            found: Sequence[Case | None] = self._cases()
+        except KVCacheError:
+            # One test that fails with it, and not the collection: the test may be skipped here.
+            found = [None]
+        ids = ["serves" if case is None else str(case) for case in found]
+        metafunc.parametrize("case", found, ids=ids)
+
+    def _cases(self) -> tuple[Case, ...]:
+        return cases(self._candidate(), self.formats)
+
+    def _candidate(self) -> Candidate:
+        """Made anew for each test, so that each begins alike."""
+        if self.implementation is None:
+            raise KVCacheError(
+                f"{type(self).__name__} has no implementation to test; set `implementation` to a "
+                "module, or to an instance of a class, with hook functions"
+            )
+        return Candidate.of(self.implementation, torch_device=self.torch_device, device=self.device)
