@@ -1,4 +1,4 @@
-"""``kvcache-plugin``: plugins, explain, doctor and demo.
+"""``kvcache-plugin``: plugins, explain, doctor, selftest and demo.
 
 Exit status 0 when all is fine, 1 when something is wrong, 2 when the command is used wrongly.
 torch is imported by the commands that need it, so that ``--help`` answers at once.
@@ -12,7 +12,9 @@ import io
 import json
 import math
 import os
+import shutil
 import sys
+import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,9 +22,10 @@ from kvcache_plugin import __version__
 from kvcache_plugin.errors import KVCacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvcache_plugin.doctor import EngineStatus
+    from kvcache_plugin.selftest import Selftest
 
 FINE: Final = 0
 WRONG: Final = 1
@@ -68,6 +71,19 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--device", required=True, help="cpu, sm_90, gfx942, cuda:0 ...")
     explain.add_argument("--kv-cache-dtype", required=True, help="fp8, fp8_e5m2, nvfp4 ...")
     add("doctor", _doctor, "Find out whether the plugin works with the engines installed here.")
+    selftest = add(
+        "selftest",
+        _selftest,
+        "Check every implementation that serves the hardware of this machine, bit by bit.",
+    )
+    selftest.epilog = (
+        "Send the output of --json from hardware that nobody else has. On a GPU the first run "
+        "compiles kernels, and so takes some minutes."
+    )
+    selftest.add_argument(
+        "--device",
+        help="cuda:0, cpu, or the architecture of a card that is here; default: the GPU, if any",
+    )
     add("demo", _demo, "See a corrupt scale refused, and K/V quantized in every format.")
     return parser
 
@@ -149,6 +165,90 @@ def _doctor(arguments: argparse.Namespace) -> int:
         if not found.problems:
             print("no problem found")
     return WRONG if found.problems else FINE
+
+
+def _selftest(arguments: argparse.Namespace) -> int:
+    from kvcache_plugin import selftest
+
+    try:
+        with _output_aside():
+            device = selftest.find_device(arguments.device)
+    except KVCacheError as error:
+        return _say(error, MISUSED)
+    with _output_aside(), _progress() as progress:
+        result = selftest.run(device, progress)
+    if arguments.json:
+        _print_json(_selftest_as_json(result))
+    else:
+        _print_selftest(result)
+    return FINE if result.succeeded else WRONG
+
+
+def _selftest_as_json(result: Selftest) -> object:
+    implementations = [
+        {
+            **asdict(each),
+            "descriptions": {name: asdict(described) for name, described in each.descriptions},
+        }
+        for each in result.implementations
+    ]
+    return {**asdict(result), "implementations": implementations, "succeeded": result.succeeded}
+
+
+def _print_selftest(result: Selftest) -> None:
+    machine = result.machine
+    about = (machine.arch, machine.runtime, machine.driver, machine.system)
+    print(f"{machine.torch_device}: {machine.name} ({', '.join(filter(None, about))})")
+    versions = {"python": machine.python, **machine.versions, **machine.variables}
+    print(f"{', '.join(f'{name} {value}' for name, value in versions.items())}\n")
+    rows = [
+        (
+            each.name,
+            name,
+            *(str(each.count(name, outcome)) for outcome in ("passed", "failed", "raised")),
+            str(each.count(name, "left out")),
+            described.how,
+        )
+        for each in result.implementations
+        for name, described in each.descriptions
+    ]
+    columns = ("implementation", "format", "passed", "failed", "raised", "left out", "how")
+    _print_table(columns, rows)
+    for each in result.implementations:
+        if each.not_run:
+            print(f"\nnot run: {each.name} ({each.distribution}): {each.not_run}")
+        for case in each.findings:
+            where = "-".join(filter(None, (case.check, case.kv_cache_dtype, case.dtype)))
+            print(f"\n{case.result}: {each.name} ({each.distribution}): {where}")
+            for line in (case.reason, *map(str, case.problems), *case.frames):
+                if line:
+                    print(textwrap.indent(line, "  "))
+    examined = [case for each in result.implementations for case in each.cases]
+    findings = [case for case in examined if case.is_finding]
+    print(
+        f"\n{len(findings)} of {len(examined)} checks found something, in {result.seconds:.0f} s"
+        if examined
+        else f"\nno implementation serves {machine.arch}"
+    )
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows a line that is written over, on a terminal; elsewhere it shows nothing."""
+    if not sys.stderr.isatty():
+        yield lambda line: None
+        return
+    width = shutil.get_terminal_size().columns - 1
+
+    def show(line: str) -> None:
+        sys.stderr.write(f"\r{line[:width].ljust(width)}")
+        sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        show("")
+        sys.stderr.write("\r")
 
 
 def _demo(arguments: argparse.Namespace) -> int:
