@@ -27,7 +27,9 @@ TIMEOUT = 300.0
 
 _HERE = Path(__file__).resolve().parent
 _STAND_INS: Mapping[str, tuple[Path, ...]] = {"vllm": (), "sglang": (_HERE / "stand_in",)}
-_NOT_INHERITED = re.compile(r"KVCACHE_PLUGIN_.*|VLLM_PLUGINS|SGLANG_PLUGINS|PYTHON(PATH|HOME)")
+_NOT_INHERITED = re.compile(
+    r"KVCACHE_PLUGIN_.*|VLLM_PLUGINS|SGLANG_PLUGINS|PYTHON(PATH|HOME)|TRITON_INTERPRET"
+)
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
