@@ -328,16 +328,22 @@ class Manager:
             reason = serving.unsupported[found.name]
             return Explanation(found.name, found.distribution, (), reason)
         chosen_for, reasons = [], []
+        before: dict[str, list[str]] = {}
         for hook in SELECTED_HOOKS:
             names = serving.callables(hook)
             if found.name in names[:1]:
                 chosen_for.append(hook)
             elif found.name in names:
-                reasons.append(f"{names[0]} comes before it for {hook}")
+                before.setdefault(names[0], []).append(hook)
             elif found.name in serving.wrappers(hook):
                 reasons.append(f"wraps {hook}")
             elif hook in found.hooks:
                 reasons.append(serving.why_no_pairs(found.name))
+        for name, hooks in before.items():
+            everywhere = not chosen_for and len(before) == 1
+            reasons.append(
+                f"{name} comes before it" + ("" if everywhere else f" for {' and '.join(hooks)}")
+            )
         if chosen_for:
             how = self.describe(found.name, serving.device, serving.kv_format.name).how
             reasons.insert(0, how or "says that it serves this")

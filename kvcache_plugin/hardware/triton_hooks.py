@@ -55,8 +55,8 @@ def how(device: Device, kv_cache_dtype: str) -> str:
         return "Triton kernels"
     if device.kind != "cuda":
         return "Triton kernels that round in integers"
-    missing = "FNUZ cast" if kv_cache_dtype == FNUZ else "FP8 cast"
-    return f"Triton kernels that round in integers, since {device} has no {missing}"
+    missing = "FNUZ" if kv_cache_dtype == FNUZ else "FP8"
+    return f"Triton kernels that round in integers, for want of an {missing} cast"
 
 
 @hookimpl
