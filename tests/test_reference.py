@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcache_plugin as kv
+from kvcache_plugin.conformance import tables
 from tests import oracles
 from tests.oracles import E2M1, E4M3, E4M3FNUZ, E5M2, FP8, Minifloat, Vendor
 
@@ -237,169 +238,16 @@ def test_fp8_is_fp8_e4m3() -> None:
     assert_oracle(kv.quantize_kv(x, 0.05, "fp8"), to_numpy(x), 0.05, "fp8_e4m3")
 
 
-# Round to nearest; of two that are equally near, the one whose last mantissa bit is 0. Beyond the
-# largest value, infinity too, there is the largest. Columns: input, sign_exponent_mantissa.
+# The known answers of the conformance kit. They are held against the oracles here.
 
-E4M3_TABLE = (
-    # halfway between neighbours
-    (1.0, "0_0111_000"),
-    (1.0625, "0_0111_000"),
-    (1.125, "0_0111_001"),
-    (1.1875, "0_0111_010"),
-    (1.3125, "0_0111_010"),
-    (1.9375, "0_1000_000"),
-    (-1.0625, "1_0111_000"),
-    (-1.1875, "1_0111_010"),
-    (432.0, "0_1111_110"),
-    # just beside a halfway point
-    (1.0625 + 2.0**-23, "0_0111_001"),
-    (1.1875 - 2.0**-23, "0_0111_001"),
-    # subnormals: steps of 2^-9
-    (2.0**-9, "0_0000_001"),
-    (7 * 2.0**-9, "0_0000_111"),
-    (2.0**-6, "0_0001_000"),
-    (2.0**-10, "0_0000_000"),
-    (2.0**-10 * (1 + 2.0**-23), "0_0000_001"),
-    (1.5 * 2.0**-9, "0_0000_010"),
-    (2.5 * 2.0**-9, "0_0000_010"),
-    (7.5 * 2.0**-9, "0_0001_000"),
-    (-(2.0**-10), "1_0000_000"),
-    (-1.5 * 2.0**-9, "1_0000_010"),
-    (1e-38, "0_0000_000"),
-    (SMALLEST_FLOAT32, "0_0000_000"),
-    (-SMALLEST_FLOAT32, "1_0000_000"),
-    # zeros
-    (0.0, "0_0000_000"),
-    (-0.0, "1_0000_000"),
-    # the largest and beyond
-    (448.0, "0_1111_110"),
-    (448.5, "0_1111_110"),
-    (464.0, "0_1111_110"),
-    (480.0, "0_1111_110"),
-    (1e38, "0_1111_110"),
-    (INF, "0_1111_110"),
-    (-448.5, "1_1111_110"),
-    (-LARGEST_FLOAT32, "1_1111_110"),
-    (-INF, "1_1111_110"),
-)
-E5M2_TABLE = (
-    (1.0, "0_01111_00"),
-    (1.125, "0_01111_00"),
-    (1.25, "0_01111_01"),
-    (1.375, "0_01111_10"),
-    (1.625, "0_01111_10"),
-    (1.875, "0_10000_00"),
-    (-1.125, "1_01111_00"),
-    (-1.375, "1_01111_10"),
-    (53248.0, "0_11110_10"),
-    (1.125 + 2.0**-23, "0_01111_01"),
-    (1.375 - 2.0**-23, "0_01111_01"),
-    # subnormals: steps of 2^-16
-    (2.0**-16, "0_00000_01"),
-    (3 * 2.0**-16, "0_00000_11"),
-    (2.0**-14, "0_00001_00"),
-    (2.0**-17, "0_00000_00"),
-    (2.0**-17 * (1 + 2.0**-23), "0_00000_01"),
-    (1.5 * 2.0**-16, "0_00000_10"),
-    (2.5 * 2.0**-16, "0_00000_10"),
-    (3.5 * 2.0**-16, "0_00001_00"),
-    (-(2.0**-17), "1_00000_00"),
-    (SMALLEST_FLOAT32, "0_00000_00"),
-    (0.0, "0_00000_00"),
-    (-0.0, "1_00000_00"),
-    (57344.0, "0_11110_11"),
-    (57345.0, "0_11110_11"),
-    (61440.0, "0_11110_11"),
-    (65536.0, "0_11110_11"),
-    (1e38, "0_11110_11"),
-    (INF, "0_11110_11"),
-    (-61440.0, "1_11110_11"),
-    (-LARGEST_FLOAT32, "1_11110_11"),
-    (-INF, "1_11110_11"),
-)
-E4M3FNUZ_TABLE = (
-    (1.0, "0_1000_000"),
-    (1.0625, "0_1000_000"),
-    (1.125, "0_1000_001"),
-    (1.1875, "0_1000_010"),
-    (1.9375, "0_1001_000"),
-    (-1.0625, "1_1000_000"),
-    (-1.1875, "1_1000_010"),
-    (232.0, "0_1111_110"),
-    (1.0625 + 2.0**-23, "0_1000_001"),
-    (1.1875 - 2.0**-23, "0_1000_001"),
-    # subnormals: steps of 2^-10
-    (2.0**-10, "0_0000_001"),
-    (7 * 2.0**-10, "0_0000_111"),
-    (2.0**-7, "0_0001_000"),
-    (2.0**-11, "0_0000_000"),
-    (2.0**-11 * (1 + 2.0**-23), "0_0000_001"),
-    (1.5 * 2.0**-10, "0_0000_010"),
-    (2.5 * 2.0**-10, "0_0000_010"),
-    (7.5 * 2.0**-10, "0_0001_000"),
-    (-1.5 * 2.0**-10, "1_0000_010"),
-    # there is no -0: its code is NaN's
-    (-(2.0**-11), "0_0000_000"),
-    (-SMALLEST_FLOAT32, "0_0000_000"),
-    (0.0, "0_0000_000"),
-    (-0.0, "0_0000_000"),
-    (NAN, "1_0000_000"),
-    (-NAN, "1_0000_000"),
-    (240.0, "0_1111_111"),
-    (240.5, "0_1111_111"),
-    (248.0, "0_1111_111"),
-    (256.0, "0_1111_111"),
-    (448.0, "0_1111_111"),
-    (1e38, "0_1111_111"),
-    (INF, "0_1111_111"),
-    (-248.0, "1_1111_111"),
-    (-LARGEST_FLOAT32, "1_1111_111"),
-    (-INF, "1_1111_111"),
-)
-#: In a block whose scale is forced to 448, beside a global scale of 1/448: r = 1.
-E2M1_TABLE = (
-    (0.0, "0_00_0"),
-    (0.25, "0_00_0"),
-    (0.25 + 2.0**-25, "0_00_1"),
-    (0.5, "0_00_1"),
-    (0.75 - 2.0**-24, "0_00_1"),
-    (0.75, "0_01_0"),
-    (1.0, "0_01_0"),
-    (1.25, "0_01_0"),
-    (1.25 + 2.0**-23, "0_01_1"),
-    (1.5, "0_01_1"),
-    (1.75 - 2.0**-23, "0_01_1"),
-    (1.75, "0_10_0"),
-    (2.0, "0_10_0"),
-    (2.5, "0_10_0"),
-    (2.5 + 2.0**-22, "0_10_1"),
-    (3.0, "0_10_1"),
-    (3.5 - 2.0**-22, "0_10_1"),
-    (3.5, "0_11_0"),
-    (4.0, "0_11_0"),
-    (5.0, "0_11_0"),
-    (5.0 + 2.0**-21, "0_11_1"),
-    (6.0, "0_11_1"),
-    (7.0, "0_11_1"),
-    (1e38, "0_11_1"),
-    (INF, "0_11_1"),
-    (SMALLEST_FLOAT32, "0_00_0"),
-    (NAN, "0_00_0"),
-    (-0.0, "1_00_0"),
-    (-SMALLEST_FLOAT32, "1_00_0"),
-    (-0.25, "1_00_0"),
-    (-0.75, "1_01_0"),
-    (-1.25, "1_01_0"),
-    (-1.75, "1_10_0"),
-    (-2.5, "1_10_0"),
-    (-3.5, "1_11_0"),
-    (-5.0, "1_11_0"),
-    (-6.0, "1_11_1"),
-    (-INF, "1_11_1"),
-    (-NAN, "1_00_0"),
-)
-FP8_TABLES = {E4M3.name: E4M3_TABLE, E5M2.name: E5M2_TABLE, E4M3FNUZ.name: E4M3FNUZ_TABLE}
-FP8_ROWS = [(name, *row) for name, table in FP8_TABLES.items() for row in table]
+FP8_ROWS = [
+    (name, *row)
+    for name, sections in tables.FP8.items()
+    for table in sections.values()
+    for row in table
+]
+E2M1_ROWS = [row for table in tables.E2M1.values() for row in table]
+BLOCK_SCALE_ROWS = [row for table in tables.BLOCK_SCALES.values() for row in table]
 #: fp32(1/448) · 448 rounds to 1.
 UNIT_GLOBAL_SCALE = float(np.float32(1) / np.float32(E4M3.largest))
 
@@ -407,10 +255,10 @@ UNIT_GLOBAL_SCALE = float(np.float32(1) / np.float32(E4M3.largest))
 @pytest.mark.parametrize(("name", "value", "code"), FP8_ROWS)
 def test_fp8_table(name: str, value: float, code: str) -> None:
     x = np.array([value], np.float32)
-    expected = [int(code, 2)]
-    assert oracles.rounded(x, BY_NAME[name]).tolist() == expected
+    expected = np.array([tables.code(code)], np.uint8)
+    assert_same_codes(oracles.rounded(x, BY_NAME[name]), expected, BY_NAME[name])
     result = kv.quantize_kv(to_torch(x, torch.float32), 1.0, name)
-    assert bits(result.data).tolist() == expected
+    assert_same_codes(bits(result.data), expected, BY_NAME[name])
 
 
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
@@ -422,14 +270,37 @@ def test_nan_stays_nan(form: Minifloat, value: float, dtype: torch.dtype) -> Non
     assert oracles.is_nan_code(codes, form).tolist() == [True, False]
 
 
-@pytest.mark.parametrize(("value", "code"), E2M1_TABLE)
+@pytest.mark.parametrize(("value", "code"), E2M1_ROWS)
 def test_e2m1_table(value: float, code: str) -> None:
     x = np.array([value] * 15 + [INF], np.float32)
     result = kv.quantize_kv(to_torch(x, torch.float32), UNIT_GLOBAL_SCALE, NVFP4)
     assert result.block_scales is not None
     assert result.block_scales.float().tolist() == [E4M3.largest]
     codes = oracles.unpacked(bits(result.data))
-    assert codes.tolist() == [int(code, 2)] * 15 + [0b0_11_1]
+    assert codes.tolist() == [tables.code(code)] * 15 + [0b0_11_1]
+
+
+@pytest.mark.parametrize(("value", "block_scale", "code"), BLOCK_SCALE_ROWS)
+def test_block_scale_table(value: float, block_scale: str, code: str) -> None:
+    x = np.array([value] + [0] * 15, np.float32)
+    codes, _, block_codes = oracles.nvfp4_codes(x, np.float32(1))
+    assert block_codes.tolist() == [tables.code(block_scale)]
+    assert codes.tolist() == [tables.code(code)] + [0] * 15
+    assert_nvfp4(kv.quantize_kv(to_torch(x, torch.float32), 1.0, NVFP4), x, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [(name, *row) for name, table in tables.FP8_VALUES.items() for row in table],
+)
+def test_fp8_values_table(name: str, value: float, code: str) -> None:
+    expected = np.array([value], np.float32)
+    codes = np.array([tables.code(code)], np.uint8)
+    values = oracles.decoded(codes, BY_NAME[name])
+    assert np.array_equal(values, expected, equal_nan=True)
+    assert np.array_equal(np.signbit(values), np.signbit(expected)) or np.isnan(value)
+    quantized = kv.QuantizedKV(from_bits(codes, TORCH_FP8[name]), None, torch.ones(1), name)
+    assert_same_values(kv.dequantize_kv(quantized, dtype=torch.float32), expected)
 
 
 @every_fp8
@@ -538,17 +409,14 @@ def test_nvfp4_random_float32_patterns(g: float) -> None:
 
 
 def test_nvfp4_worked_example() -> None:
-    """Worked by hand: m = 12, g = 0.5, so sf = 12 / 3 = 4 and a step of 1 is 2."""
-    row = [12.0, -12.0, 1.0, -1.0, 2.0, 3.0, 0.5, -0.5, 0.0, -0.0, 8.0, 10.0, 10.5, 6.0, 5.0, 7.0]
-    codes = [7, 15, 1, 9, 2, 3, 0, 8, 0, 8, 6, 6, 7, 5, 4, 6]
-    result = kv.quantize_kv(torch.tensor([row]), 0.5, NVFP4)
-    low, high = codes[0::2], codes[1::2]
-    assert result.data.tolist() == [[lo | hi << 4 for lo, hi in zip(low, high, strict=True)]]
+    """Worked by hand, in the tables."""
+    row, codes, values = zip(*tables.WORKED_BLOCK, strict=True)
+    result = kv.quantize_kv(torch.tensor([row]), tables.WORKED_GLOBAL_SCALE, NVFP4)
+    assert oracles.unpacked(bits(result.data)).tolist() == [list(map(tables.code, codes))]
     assert result.block_scales is not None
-    assert result.block_scales.float().tolist() == [[4.0]]
-    assert kv.dequantize_kv(result, dtype=torch.float32).tolist() == [
-        [12.0, -12.0, 1.0, -1.0, 2.0, 3.0, 0.0, -0.0, 0.0, -0.0, 8.0, 8.0, 12.0, 6.0, 4.0, 8.0]
-    ]
+    assert bits(result.block_scales).tolist() == [[tables.code(tables.WORKED_BLOCK_SCALE)]]
+    expected = np.array([values], np.float32)
+    assert_same_values(kv.dequantize_kv(result, dtype=torch.float32), expected)
 
 
 def test_nvfp4_block_whose_scale_rounds_to_zero_is_signed_zeros() -> None:
