@@ -540,7 +540,7 @@ WRONG: tuple[tuple[type[Right], str, str, str], ...] = (
     (ScaleAlongHeadDim, E4M3, "scale_per_head", r"shape \(4, 4, 4\): codes: "),
     (IgnoresStridesOfTheScale, E4M3, "scale_per_head", r"every second of a tensor: codes: "),
     (IgnoresStrides, E4M3, "strides", r"heads before tokens: codes: \d+ of 4096 differ"),
-    (RaisesWithoutTokens, E4M3, "empty", r"was given shape \(0, 8, 128\)"),
+    (RaisesWithoutTokens, E4M3, "empty", r"max\(\): Expected reduction dim"),
     (
         ChangesTheTensor,
         E4M3,

@@ -65,10 +65,7 @@ class Case:
             return Verdict((), 0, "made of implementations that declare no tolerance")
         self.check.function(trial)
         compared = trial.codes.compared + trial.block_scales.compared
-        left_out = ""
-        if trial.passed_by and not (compared or trial.problems):
-            left_out = f"it passes on {'; '.join(trial.passed_by)}"
-        return Verdict(tuple(trial.problems), compared, left_out)
+        return Verdict(tuple(trial.problems), compared, trial.left_out)
 
 
 def cases(candidate: Candidate, kv_cache_dtypes: Sequence[str] | None = None) -> tuple[Case, ...]:

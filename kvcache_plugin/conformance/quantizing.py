@@ -223,7 +223,7 @@ def far_rows(trial: Trial) -> None:
     device = trial.candidate.torch_device
     far = far_apart(near.shape, trial.dtype, _FAR, device)
     if far is None:
-        trial.passed_by.append("no memory for rows that are far apart")
+        trial.not_possible = "there is no memory for rows that are far apart"
         return
     trial.quantize(far.copy_(near), trial.scale_for(near), "rows far apart")
     del far

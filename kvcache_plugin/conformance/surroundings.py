@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvcache_plugin.plugins import one_line
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -18,6 +20,8 @@ _READS: Final = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_ou
 _COPIES: Final = ("aten::copy_", "aten::_to_copy")
 #: Its result has a shape of its own only where it is given a mask.
 _INDEX: Final = "aten::index"
+#: What torch says of an operation that waits, where it is told to refuse it.
+_SYNCHRONIZES: Final = "synchronizing"
 #: Makes a tensor of Python numbers.
 _LIFT: Final = "aten::lift_fresh"
 
@@ -35,6 +39,10 @@ def host_left_alone(trial: Trial, what: str) -> Iterator[None]:
             yield
     except _HostError as error:
         trial.wrong(f"{what}: it {error}")
+    except RuntimeError as error:
+        if _SYNCHRONIZES not in str(error):
+            raise
+        trial.wrong(f"{what}: it waits for the GPU ({one_line(error)})")
 
 
 class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -51,10 +51,19 @@ class Trial:
         self.tolerance: KVTolerance = candidate.describe(kv_format).tolerance
         self.problems: list[Problem] = []
         self.passed_by: list[str] = []
+        self.not_possible = ""
         self.codes = Count()
         self.block_scales = Count()
 
         self.has_reference = has_reference(kv_format)
+
+    @property
+    def left_out(self) -> str:
+        """Why nothing was looked at; empty where something was."""
+        if self.problems or self.codes.compared or self.block_scales.compared:
+            return ""
+        passes = f"it passes on {'; '.join(self.passed_by)}" if self.passed_by else ""
+        return passes or self.not_possible
 
     def wrong(self, what: str) -> None:
         self.problems.append(Problem(what))
