@@ -117,7 +117,7 @@ def test_plugins(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"cpu_reference", "rocm_fnuz"} <= set(by_name)
     assert by_name["cpu_reference"]["distribution"].startswith("kvcache-plugin ")
     assert "quantize_kv" in by_name["cpu_reference"]["hooks"]
-    assert by_name["rocm_fnuz"]["hooks"] == ["supports_kv", "validate_kv_scales"]
+    assert {"supports_kv", "validate_kv_scales"} <= set(by_name["rocm_fnuz"]["hooks"])
 
 
 def test_plugins_shows_a_blocked_one_and_is_fine(
@@ -142,11 +142,8 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     status, rows = run_json(capsys, "explain", "--device", "gfx942", "--kv-cache-dtype", "fp8")
     assert status == cli.FINE
     chosen = {hook: row["name"] for row in rows for hook in row["chosen_for"]}
-    assert chosen == {
-        "quantize_kv": "cpu_reference",
-        "dequantize_kv": "cpu_reference",
-        "validate_kv_scales": "rocm_fnuz",
-    }
+    hooks = ("quantize_kv", "quantize_kv_pair", "dequantize_kv", "validate_kv_scales")
+    assert chosen == dict.fromkeys(hooks, "rocm_fnuz")
     assert all(row["reason"] for row in rows)
 
 
