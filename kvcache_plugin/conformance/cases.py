@@ -62,7 +62,7 @@ class Case:
         kv_format = _format(candidate, self.kv_cache_dtype)
         trial = Trial(candidate, kv_format, self.dtype or torch.float32)
         if self.check.only_exact and not is_exact(trial.tolerance):
-            return Verdict((), 0, "made of implementations that declare no tolerance")
+            return Verdict((), 0, "only for implementations that declare no tolerance")
         self.check.function(trial)
         compared = trial.codes.compared + trial.block_scales.compared
         return Verdict(tuple(trial.problems), compared, trial.left_out)

@@ -74,10 +74,6 @@ def check(
     return made
 
 
-def is_fp8(kv_format: KVFormat) -> bool:
-    return kv_format.family == "fp8"
-
-
 def is_nvfp4(kv_format: KVFormat) -> bool:
     return kv_format.family == "nvfp4"
 

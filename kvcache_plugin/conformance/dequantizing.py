@@ -102,7 +102,7 @@ def dequantize_given_unchanged(trial: Trial) -> None:
         return
     data, block_scales, scale = quantized.data, quantized.block_scales, quantized.scale
     with unchanged(trial, "codes", data=data, block_scales=block_scales, scale=scale):
-        values = trial.candidate.dequantize(quantized, trial.dtype)
+        values = trial.dequantize(quantized, "codes")
         if values is not None:
             values.zero_()
 
@@ -113,12 +113,10 @@ def dequantize_any_default_dtype(trial: Trial) -> None:
     quantized = trial.codes_of(trial.values(8, 4, 128))
     if quantized is None:
         return
-    first = trial.dequantize(quantized, "float32 by default")
+    expected = trial.dequantize(quantized, "float32 by default")
     for dtype in (torch.bfloat16, torch.float64):
         with default_dtype(dtype):
-            again = trial.candidate.dequantize(quantized, trial.dtype)
-        if first is not None and again is not None:
-            trial.same_values(quantized, again, first, f"{dtype} by default")
+            trial.dequantize(quantized, f"{dtype} by default", expected=expected)
 
 
 @check(_DEQUANTIZE, needs_reference=False)

@@ -98,7 +98,7 @@ def pair_given_unchanged(trial: Trial) -> None:
     key, value = (x.transpose(0, 1) for x in tensors)
     what = "strided K and V"
     with unchanged(trial, what, K=key, V=value, k_scale=scales[0], v_scale=scales[1]):
-        answer = trial.candidate.quantize_pair((key, value), scales, trial.kv_format)
+        answer = trial.quantize_pair((key, value), scales, what)
     if answer is not None:
         with host_left_alone(trial, what):
             trial.candidate.quantize_pair((key, value), scales, trial.kv_format)

@@ -329,7 +329,7 @@ def given_unchanged(trial: Trial) -> None:
     for what, view in (("packed values", x), ("strided values", x.transpose(0, 1)[1:3])):
         for out in (None, trial.buffers(view.shape).out):
             with unchanged(trial, what, tensor=x, scale=scale):
-                trial.candidate.quantize(view, scale, trial.kv_format, out)
+                trial.quantize(view, scale, what, out=out)
 
 
 @check(_QUANTIZE, needs_reference=False)
@@ -340,9 +340,7 @@ def any_default_dtype(trial: Trial) -> None:
     expected = trial.expected(x, scale, "float32 by default")
     for dtype in (torch.bfloat16, torch.float64):
         with default_dtype(dtype):
-            got = trial.candidate.quantize(x, scale, trial.kv_format)
-        if got is not None and expected is not None:
-            trial.judge(x, got, expected, f"{dtype} by default")
+            trial.quantize(x, scale, f"{dtype} by default", expected=expected)
 
 
 @check(_QUANTIZE, needs_reference=False)
@@ -355,9 +353,7 @@ def host_not_asked(trial: Trial) -> None:
         ("strided values into buffers", x.transpose(0, 1), trial.buffers((4, 8, 128)).out),
     ):
         # Once before: a first call may compile and load what it launches.
-        if trial.candidate.quantize(view, scale, trial.kv_format, out) is None:
-            trial.passed_by.append(what)
-        else:
+        if trial.quantize(view, scale, what, out=out) is not None:
             with host_left_alone(trial, what):
                 trial.candidate.quantize(view, scale, trial.kv_format, out)
 

@@ -54,7 +54,6 @@ class Trial:
         self.not_possible = ""
         self.codes = Count()
         self.block_scales = Count()
-
         self.has_reference = has_reference(kv_format)
 
     @property
@@ -99,6 +98,16 @@ class Trial:
         """Codes to dequantize: the reference's, or of a format that is not built in its own."""
         quantized = self.expected(x, self.scale_for(x), "values to be dequantized")
         return None if quantized is None else self.on_device(quantized)
+
+    def on_device(self, quantized: QuantizedKV) -> QuantizedKV:
+        device = self.candidate.torch_device
+        block_scales = quantized.block_scales
+        return QuantizedKV(
+            quantized.data.to(device),
+            None if block_scales is None else block_scales.to(device),
+            quantized.scale.to(device),
+            quantized.kv_cache_dtype,
+        )
 
     # Asking, and comparing with what the definition gives
 
@@ -168,7 +177,7 @@ class Trial:
             got = self.candidate.dequantize(quantized, self.dtype)
         if self._answered(got, what, may_pass) and expected is not None:
             assert got is not None
-            self.same_values(on_cpu, got, expected, what)
+            self._note(compare_values(what, on_cpu, got.cpu(), expected.cpu()))
         return got
 
     def convert(self, scales: tuple[Scale | None, Scale | None], what: str) -> KVScales | None:
@@ -210,11 +219,6 @@ class Trial:
         """See that two answers of the candidate are the same."""
         self._note(compare_bytes(what, _on_cpu(got), _on_cpu(expected)))
 
-    def same_values(
-        self, quantized: QuantizedKV, got: torch.Tensor, expected: torch.Tensor, what: str
-    ) -> None:
-        self._note(compare_values(what, _on_cpu(quantized), got.cpu(), expected.cpu()))
-
     def judge_fractions(self) -> None:
         """See that no more is one step off than the candidate declares."""
         for name, count, declared in (
@@ -243,16 +247,6 @@ class Trial:
         if not may_pass:
             self.wrong(f"{what}: it passes, and this is what every implementation must take")
         return False
-
-    def on_device(self, quantized: QuantizedKV) -> QuantizedKV:
-        device = self.candidate.torch_device
-        block_scales = quantized.block_scales
-        return QuantizedKV(
-            quantized.data.to(device),
-            None if block_scales is None else block_scales.to(device),
-            quantized.scale.to(device),
-            quantized.kv_cache_dtype,
-        )
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
