@@ -7,6 +7,7 @@ held against the same expectations in ``test_flashinfer_installed.py``.
 
 from __future__ import annotations
 
+import sys
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,13 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from kvcache_plugin.hardware import flashinfer_package
 from tests.oracles import BLOCK_SIZE, E2M1, E4M3, Array, decoded, nvfp4_values, packed, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import pytest
 
 VERSION = "0.7.4"
 QUANTIZES = (100, 103, 107, 110, 120, 121)
@@ -115,6 +119,21 @@ def _check_kernel(tensor: torch.Tensor, scale: torch.Tensor, loads: int) -> None
 def _check(holds: bool, what: str) -> None:
     if not holds:
         raise RuntimeError(f"FlashInfer's kernel: {what}")
+
+
+# In the place of the package.
+
+
+def install(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType | None) -> None:
+    """Makes it what ``import flashinfer`` finds; ``None`` for nothing."""
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+
+
+def forget() -> None:
+    """Lets the next call ask again what is installed."""
+    flashinfer_package.installed.cache_clear()
+    flashinfer_package.why_not_flashinfer.cache_clear()
+    flashinfer_package._proven.clear()
 
 
 # The arithmetic.

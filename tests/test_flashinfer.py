@@ -28,7 +28,7 @@ from kvcache_plugin.hardware import (
 )
 from kvcache_plugin.manager import get_manager
 from tests import flashinfer_facts, oracles
-from tests.flashinfer_stand_in import StandIn, declaring, nvfp4, reciprocal
+from tests.flashinfer_stand_in import StandIn, declaring, forget, install, nvfp4, reciprocal
 
 if TYPE_CHECKING:
     import types
@@ -52,19 +52,9 @@ every_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.fixture(autouse=True)
 def _decided_anew() -> Iterator[None]:
     """What is installed is asked once for each process, or here for each test."""
-
-    def forget() -> None:
-        flashinfer_package.installed.cache_clear()
-        flashinfer_package.why_not_flashinfer.cache_clear()
-        flashinfer_package._proven.clear()
-
     forget()
     yield
     forget()
-
-
-def install(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType | None) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
 
 
 @pytest.fixture
