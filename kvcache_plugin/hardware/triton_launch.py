@@ -6,6 +6,7 @@ Nothing here reads a value of a tensor or waits for the device.
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -86,8 +87,11 @@ def quantize(
     sources = [_readable(tensor) for tensor in tensors]
     multipliers = [scale.contiguous() for scale in scales]
     if outs is None:
-        outs = [_new_buffers(tensor.shape, kv_cache_dtype, tensor.device) for tensor in tensors]
-    targets = [_writable(out) for out in outs]
+        outs = targets = [
+            _new_buffers(tensor.shape, kv_cache_dtype, tensor.device) for tensor in tensors
+        ]
+    else:
+        targets = [_writable(out) for out in outs]
     parts = [_byte_views(target) for target in targets]
     if len(sources) > 1 and not _alike(sources, scales, parts):
         return None
@@ -215,13 +219,14 @@ def _launch_nvfp4(
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
     """The same values with neighbours along the last dimension side by side: no copy, mostly."""
-    plain = tensor.detach().resolve_neg()
-    return plain if plain.stride(-1) == 1 else plain.contiguous()
+    if tensor.requires_grad or tensor.is_neg():
+        tensor = tensor.detach().resolve_neg()
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _writable(out: OutBuffers) -> OutBuffers:
     """The buffers themselves where the kernels can address them, else others for a while."""
-    parts = _byte_views(out)
+    parts = [part for part in out if part is not None]
     if all(part.stride(-1) == 1 for part in parts) and _rows(*parts).dims <= _MOST_DIMS:
         return out
     block_scales = None if out.block_scales is None else _packed_like(out.block_scales)
@@ -275,6 +280,10 @@ def _alike(
 
 def _rows(*tensors: torch.Tensor) -> _Rows:
     """Merge leading dimensions that follow one another without a gap in each of the tensors."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        count = math.prod(tensors[0].shape[:-1])
+        if count > 1:
+            return _Rows(1, 1, count, tuple((0, 0, tensor.shape[-1]) for tensor in tensors))
     lengths: list[int] = []
     strides: list[tuple[int, ...]] = []
     for dim, length in enumerate(tensors[0].shape[:-1]):
@@ -299,6 +308,8 @@ def _is_wide(*tensors: torch.Tensor) -> bool:
 
 
 def _reach(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.numel()
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return max(last, tensor.numel())
 
