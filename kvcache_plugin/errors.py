@@ -48,6 +48,32 @@ class NoImplementationError(KVCacheError, RuntimeError):
     """No implementation serves this device and format; the message lists each with its reason."""
 
 
+class CheckpointError(KVCacheError, ValueError):
+    """A checkpoint on disk cannot be read, or is not to be trusted.
+
+    The message is one line, ``"{file}: {problem}. {remedy}"``. The parts stay readable.
+
+    :param problem: what is wrong.
+    :param file: the file or folder that it is wrong with.
+    :param remedy: what the person who has the checkpoint can do.
+    """
+
+    def __init__(self, problem: str, *, file: str = "", remedy: str = "") -> None:
+        self.file = shown(file, most=1000)
+        self.problem = problem
+        self.remedy = remedy
+        where = f"{self.file}: " if file else ""
+        super().__init__(f"{where}{problem}{f'. {remedy}' if remedy else ''}")
+
+
+def shown(text: str, *, most: int = 200) -> str:
+    """A text from a file, for a message: in one line, without control characters, not too long."""
+    short = text if len(text) <= most else f"{text[: most - 3]}..."
+    if short.isprintable():
+        return short
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in short)
+
+
 def add_note(error: BaseException, note: str) -> None:
     """Say more about an exception that goes up as it is: shown below it, or logged before 3.11."""
     if sys.version_info >= (3, 11):
