@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # CUDA build of your choice can be put there first.
 TORCH := torch==2.13.0
 
-.PHONY: demo test engine-test lint bench clean
+.PHONY: demo test engine-test lint bench fuzz clean
 
 demo: $(VENV)/ready
 	$(BIN)/kvcache-plugin demo
@@ -29,6 +29,11 @@ lint: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python -m tests.benchmarks.startup
 	$(BIN)/python -m tests.benchmarks.overhead
+	$(BIN)/python -m tests.benchmarks.checkpoint
+
+# Damaged files and configurations, many more of them than in `make test`: some minutes.
+fuzz: $(VENV)/ready
+	KVCACHE_FUZZ_EXAMPLES=5000 $(BIN)/python -m pytest tests/test_hostile_files.py -k fuzz
 
 clean:
 	rm -rf $(VENV) build *.egg-info

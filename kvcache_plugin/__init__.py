@@ -19,9 +19,12 @@ if TYPE_CHECKING:
         unregister,
         validate_kv_scales,
     )
+    from kvcache_plugin.checkpoint.report import CheckpointReport
+    from kvcache_plugin.checkpoint.scan import scan_checkpoint
     from kvcache_plugin.description import KVDescription, KVTolerance
     from kvcache_plugin.device import Device
     from kvcache_plugin.errors import (
+        CheckpointError,
         KVCacheError,
         KVQuantizeError,
         KVScaleError,
@@ -38,6 +41,8 @@ __version__ = "0.1.0"
 # Where each public name lives. They are imported when they are first asked for (PEP 562), so that
 # the command line answers without waiting for torch.
 _HOMES = {
+    "CheckpointError": "errors",
+    "CheckpointReport": "checkpoint.report",
     "Device": "device",
     "Explanation": "manager",
     "KVCacheError": "errors",
@@ -57,11 +62,14 @@ _HOMES = {
     "quantize_kv": "api",
     "quantize_kv_pair": "api",
     "register": "api",
+    "scan_checkpoint": "checkpoint.scan",
     "unregister": "api",
     "validate_kv_scales": "api",
 }
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointReport",
     "Device",
     "Explanation",
     "KVCacheError",
@@ -82,6 +90,7 @@ __all__ = [
     "quantize_kv",
     "quantize_kv_pair",
     "register",
+    "scan_checkpoint",
     "unregister",
     "validate_kv_scales",
 ]

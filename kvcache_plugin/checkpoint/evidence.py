@@ -1,0 +1,86 @@
+"""What the rules about a whole checkpoint go by, and the words that they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvcache_plugin.checkpoint.conventions import AUTO_ROUND, COMPRESSED_TENSORS, MODELOPT, QUARK
+from kvcache_plugin.errors import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvcache_plugin.checkpoint.declaration import Declaration
+    from kvcache_plugin.checkpoint.files import CheckpointFiles
+    from kvcache_plugin.checkpoint.model_shape import ModelShape
+    from kvcache_plugin.checkpoint.report import LayerScales, StoredScale
+
+_CALIBRATE: Final = {
+    COMPRESSED_TENSORS: (
+        "Calibrate and export again with llm-compressor: oneshot() with calibration data and a "
+        "kv_cache_scheme"
+    ),
+    MODELOPT: "Calibrate and export again with ModelOpt: hf_ptq.py --kv_cache_qformat fp8",
+    AUTO_ROUND: "Calibrate and export again with auto-round: --static_kv_dtype fp8",
+    QUARK: "Calibrate and export again with Quark: quantize_quark.py --kv_cache_dtype fp8",
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that a scan has seen.
+
+    :param kv_format: the format that the layers were checked for.
+    :param owners: modules that weights belong to.
+    :param attention: modules that have projections for K and V.
+    :param not_in_index: scales that are in a file and not in the index.
+    :param missing: scales that are in the index and in no file.
+    :param skipped: files with scales that engines do not load.
+    """
+
+    files: CheckpointFiles
+    declaration: Declaration
+    shape: ModelShape
+    kv_format: str
+    layers: tuple[LayerScales, ...]
+    scales: tuple[StoredScale, ...]
+    unknown: tuple[str, ...] = ()
+    owners: frozenset[str] = frozenset()
+    attention: frozenset[str] = frozenset()
+    not_in_index: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def calibrate(self) -> str:
+        """How one calibrates with this checkpoint's producer."""
+        return _CALIBRATE.get(
+            self.declaration.producer.name, "Calibrate and export the K/V scales again"
+        )
+
+    @property
+    def used(self) -> tuple[StoredScale, ...]:
+        """The tensors that the layers' pairs are taken from."""
+        return tuple(scale for layer in self.layers for scale in layer.stored)
+
+    def all_are(self, number: float) -> bool:
+        """Whether every used scale is this number."""
+        return bool(self.used) and all(
+            scale.values and all(value == number for value in scale.values) for scale in self.used
+        )
+
+
+def names(layers: Iterable[LayerScales]) -> tuple[str, ...]:
+    return tuple(layer.layer for layer in layers)
+
+
+def count(number: int, what: str) -> str:
+    """``"1 layer"``, ``"2 layers"``."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def some(texts: tuple[str, ...], most: int = 5) -> str:
+    """The first few of many names, for a message."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(map(shown, texts[:most])) + more
