@@ -1,4 +1,4 @@
-"""The adapters on the engines' own classes, run by pytest inside each engine's environment."""
+"""Tests that need the engines' own code, run by pytest inside each engine's environment."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def pytest_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install(tmp_path_factory.mktemp("pytest_site"), *packages)
 
 
-def test_adapter(engine: str, plugin_site: Path, pytest_site: Path) -> None:
-    tests = _HERE / f"inside_{engine}.py"
+@pytest.mark.parametrize("name", ["inside_{engine}.py", "inside_renames.py"])
+def test_adapter(engine: str, name: str, plugin_site: Path, pytest_site: Path) -> None:
+    tests = _HERE / name.format(engine=engine)
     # Not the mode that would put the checkout on the path, in front of what is installed.
     options = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--import-mode=importlib"]
     arguments = ["-m", "pytest", *options, str(tests)]
