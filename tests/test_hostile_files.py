@@ -104,8 +104,11 @@ def test_a_header_that_is_not_sound(tmp_path: Path, content: bytes) -> None:
 
 def test_a_name_twice_in_one_file(tmp_path: Path) -> None:
     entry = b'"a.k_scale": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
-    (tmp_path / "model.safetensors").write_bytes(encode(b"{%s, %s}" % (entry, entry), b"\0" * 4))
-    assert "a.k_scale is in it twice" in refused(tmp_path).problem
+    escaped = entry.replace(b"data_offsets", rb"data\u005foffsets")
+    more = b'"__metadata__": {"x": "\\"data_offsets\\""}'
+    for header in (b"{%s, %s}" % (entry, entry), b"{%s, %s, %s}" % (more, escaped, entry)):
+        (tmp_path / "model.safetensors").write_bytes(encode(header, b"\0" * 4))
+        assert "a.k_scale is in it twice" in refused(tmp_path).problem
 
 
 def test_a_name_in_two_files(tmp_path: Path) -> None:

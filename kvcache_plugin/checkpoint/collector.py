@@ -72,9 +72,9 @@ class Collector:
         """
         where = self._files.where(shard)
         file = SafetensorsFile(self._files.locate(shard), where)
+        self._check_places(file, shard, where)
+        self.shard_of.update(dict.fromkeys(file, shard))
         for name in file:
-            self._check_place(name, shard, where)
-            self.shard_of[name] = shard
             # Most names are those of experts, and none of them is a K/V scale's.
             if ".experts." in name:
                 continue
@@ -100,23 +100,25 @@ class Collector:
         """Scales that the index names and no file holds."""
         return (name for name in self._files.placed if name not in self.shard_of and match(name))
 
-    def _check_place(self, name: str, shard: str, where: str) -> None:
-        if name in self.shard_of:
+    def _check_places(self, file: SafetensorsFile, shard: str, where: str) -> None:
+        """See that no name is in another file too, or is placed there by the index."""
+        twice = next((name for name in file if name in self.shard_of), None)
+        if twice is not None:
             raise CheckpointError(
-                f"it holds {shown(name)}, and so does {shown(self.shard_of[name])}", file=where
+                f"it holds {shown(twice)}, and so does {shown(self.shard_of[twice])}", file=where
             )
-        if not self._files.index:
-            return
-        placed = self._files.placed.get(name)
-        if placed is not None and placed != shard:
+        placed = self._files.placed
+        elsewhere = next((name for name in file if placed.get(name, shard) != shard), None)
+        if elsewhere is not None:
             raise CheckpointError(
-                f"it holds {shown(name)}, which {self._files.index} places in {shown(placed)}",
+                f"it holds {shown(elsewhere)}, which {self._files.index} places in "
+                f"{shown(placed[elsewhere])}",
                 file=where,
             )
-        if placed is None and match(name):
-            self.not_in_index.append(name)
 
     def _add(self, file: SafetensorsFile, name: str, shard: str, matched: Match) -> None:
+        if self._files.index and name not in self._files.placed:
+            self.not_in_index.append(name)
         entry = file.entry(name)
         tensor = self._tensor(file, entry)
         convention = matched.convention

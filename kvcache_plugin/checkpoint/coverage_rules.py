@@ -169,12 +169,15 @@ def missing_layers(evidence: Evidence) -> Iterator[Finding]:
 def no_such_layer(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.files.is_whole or not evidence.owners:
         return
-    inside = {
-        ".".join(parts[:length])
-        for parts in (owner.split(".") for owner in evidence.owners)
-        for length in range(1, len(parts) + 1)
-    }
-    strangers = [layer.layer for layer in evidence.layers if layer.layer not in inside]
+    strangers = [layer.layer for layer in evidence.layers if layer.layer not in evidence.owners]
+    if strangers:
+        # Attention whose weights lie deeper in it is no stranger.
+        inside = {
+            ".".join(parts[:length])
+            for parts in (owner.split(".") for owner in evidence.owners)
+            for length in range(1, len(parts))
+        }
+        strangers = [name for name in strangers if name not in inside]
     if strangers:
         yield Finding(
             "no-such-layer",
