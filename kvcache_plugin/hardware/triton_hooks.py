@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 FNUZ: Final = "fp8_e4m3fnuz"
 NVFP4: Final = "nvfp4"
 FORMATS: Final = ("fp8_e4m3", "fp8_e5m2", FNUZ, NVFP4)
-#: The first CUDA capability with an instruction that casts float32 to FP8.
-_FP8_CAST: Final = (8, 9)
+#: The first CUDA capability where Triton casts float32 to FP8 in one step. 8.9 has the instruction,
+#: but before 3.9 Triton goes by way of float16 there, and so rounds twice.
+_FP8_CAST: Final = (9, 0)
 
 
 @cache
@@ -55,8 +56,8 @@ def how(device: Device, kv_cache_dtype: str) -> str:
         return "Triton kernels"
     if device.kind != "cuda":
         return "Triton kernels that round in integers"
-    missing = "FNUZ" if kv_cache_dtype == FNUZ else "FP8"
-    return f"Triton kernels that round in integers, for want of an {missing} cast"
+    missing = "FNUZ cast" if kv_cache_dtype == FNUZ else "FP8 cast that rounds once"
+    return f"Triton kernels that round in integers, for want of an {missing}"
 
 
 @hookimpl
