@@ -1,4 +1,4 @@
-"""``kvcache-plugin``: plugins, explain, doctor, selftest and demo.
+"""``kvcache-plugin``: plugins, explain, doctor, check, selftest and demo.
 
 Exit status 0 when all is fine, 1 when something is wrong, 2 when the command is used wrongly.
 torch is imported by the commands that need it, so that ``--help`` answers at once.
@@ -12,18 +12,20 @@ import io
 import json
 import math
 import os
-import shutil
 import sys
 import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcache_plugin import __version__
-from kvcache_plugin.errors import KVCacheError
+from kvcache_plugin.errors import KVCacheError, shown
+from kvcache_plugin.terminal import print_line, print_table, progress_bar, progress_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
+    from kvcache_plugin.check.comparison import Comparison
+    from kvcache_plugin.check.run import Check
     from kvcache_plugin.doctor import EngineStatus
     from kvcache_plugin.selftest import Selftest
 
@@ -71,6 +73,26 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--device", required=True, help="cpu, sm_90, gfx942, cuda:0 ...")
     explain.add_argument("--kv-cache-dtype", required=True, help="fp8, fp8_e5m2, nvfp4 ...")
     add("doctor", _doctor, "Find out whether the plugin works with the engines installed here.")
+    check = add(
+        "check",
+        _check,
+        "Look for what is wrong with a checkpoint's K/V scales before it is served.",
+    )
+    check.epilog = (
+        "Exit status: 0 sound, 1 problems, 2 unreadable or used wrongly. Headers and scales alone "
+        "are read, and nothing is downloaded."
+    )
+    check.add_argument(
+        "path",
+        metavar="PATH",
+        help="a folder, a .safetensors file, or a model in the local Hugging Face cache",
+    )
+    check.add_argument("--kv-cache-dtype", help="fp8, nvfp4 ...; default: the declared one")
+    check.add_argument("--device", help="cpu, sm_90, gfx942 ...; default: the GPU, if any")
+    check.add_argument(
+        "--plot", metavar="FILE", help="draw the scales by layer into a .png or .svg"
+    )
+    check.add_argument("--against", metavar="OTHER", help="compare with another checkpoint")
     selftest = add(
         "selftest",
         _selftest,
@@ -96,7 +118,7 @@ def _plugins(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json([asdict(implementation) for implementation in found])
     else:
-        _print_table(
+        print_table(
             ("name", "distribution", "hooks", "what it is"),
             [(f.name, f.distribution, ", ".join(f.hooks) or "-", _state(f)) for f in found],
         )
@@ -114,7 +136,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json([{**asdict(row), "chosen": row.chosen} for row in rows])
     else:
-        _print_table(
+        print_table(
             ("name", "distribution", "chosen for", "reason"),
             [
                 (row.name, row.distribution, ", ".join(row.chosen_for) or "-", row.reason)
@@ -144,16 +166,16 @@ def _doctor(arguments: argparse.Namespace) -> int:
         )
     else:
         print(f"kvcache-plugin {__version__}\n")
-        _print_table(("switch", "value"), list(switches(found.settings).items()))
+        print_table(("switch", "value"), list(switches(found.settings).items()))
         for engine in found.engines:
             print(f"\n{_engine_line(engine)}")
             if engine.seams:
-                _print_table(
+                print_table(
                     ("seam", "state", "what we do there"),
                     [(s.path, s.problem or "fits", s.purpose) for s in engine.seams],
                 )
         print()
-        _print_table(
+        print_table(
             ("implementation", "distribution", "state"),
             [(i.name, i.distribution, i.left_out or "loaded") for i in found.implementations],
         )
@@ -167,6 +189,67 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return WRONG if found.problems else FINE
 
 
+def _check(arguments: argparse.Namespace) -> int:
+    from kvcache_plugin.check.as_json import as_json
+    from kvcache_plugin.check.run import run
+
+    try:
+        with _output_aside(), progress_bar("reading headers") as progress:
+            result = run(
+                arguments.path,
+                kv_cache_dtype=arguments.kv_cache_dtype,
+                device=arguments.device,
+                against=arguments.against,
+                plot=arguments.plot,
+                progress=progress,
+            )
+    except KVCacheError as error:
+        return _say(error, MISUSED)
+    if arguments.json:
+        _print_json(as_json(result))
+    else:
+        _print_check(result)
+    return FINE if result.report.is_sound else WRONG
+
+
+def _print_check(result: Check) -> None:
+    from kvcache_plugin.check import text
+    from kvcache_plugin.check.rows import rows_of
+    from kvcache_plugin.check.sparkline import characters_for, spark_lines
+
+    report = result.report
+    for line in text.finding_lines(report.findings):
+        print_line(line, _STYLES.get(line.partition(" ")[0], ""))
+    rows = rows_of(report)
+    if rows:
+        print_table(*text.table(report, rows))
+        print()
+        for line in spark_lines(rows, characters_for(sys.stdout.encoding)):
+            print(line)
+        print()
+    if result.comparison is not None:
+        _print_comparison(result.comparison)
+    print(text.declaration_line(report))
+    if result.device_from == "here":
+        print(f"device: {report.device}, as this machine has it; --device takes another one")
+    print_line(report.summary, "bold green" if report.is_sound else "bold red")
+
+
+#: How the heading of a finding is shown.
+_STYLES: Final = {"problem": "bold red", "remark": "bold yellow"}
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    from kvcache_plugin.check import text
+
+    print(f"against {shown(comparison.path)}, layers by {comparison.matched_by}:")
+    if rows := text.comparison_rows(comparison):
+        print_table(text.COMPARISON, rows)
+    for side in (comparison.k, comparison.v):
+        print(side)
+    print()
+
+
 def _selftest(arguments: argparse.Namespace) -> int:
     from kvcache_plugin import selftest
 
@@ -175,7 +258,7 @@ def _selftest(arguments: argparse.Namespace) -> int:
             device = selftest.find_device(arguments.device)
     except KVCacheError as error:
         return _say(error, MISUSED)
-    with _output_aside(), _progress() as progress:
+    with _output_aside(), progress_line() as progress:
         result = selftest.run(device, progress)
     if arguments.json:
         _print_json(_selftest_as_json(result))
@@ -213,7 +296,7 @@ def _print_selftest(result: Selftest) -> None:
         for name, described in each.descriptions
     ]
     columns = ("implementation", "format", "passed", "failed", "raised", "left out", "how")
-    _print_table(columns, rows)
+    print_table(columns, rows)
     for each in result.implementations:
         if each.not_run:
             print(f"\nnot run: {each.name} ({each.distribution}): {each.not_run}")
@@ -232,25 +315,6 @@ def _print_selftest(result: Selftest) -> None:
     )
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows a line that is written over, on a terminal; elsewhere it shows nothing."""
-    if not sys.stderr.isatty():
-        yield lambda line: None
-        return
-    width = shutil.get_terminal_size().columns - 1
-
-    def show(line: str) -> None:
-        sys.stderr.write(f"\r{line[:width].ljust(width)}")
-        sys.stderr.flush()
-
-    try:
-        yield show
-    finally:
-        show("")
-        sys.stderr.write("\r")
-
-
 def _demo(arguments: argparse.Namespace) -> int:
     from kvcache_plugin import demo
 
@@ -265,7 +329,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         _print_json({**asdict(result), "layers": layers, "succeeded": result.succeeded})
     else:
         print("A checkpoint with one corrupt scale:\n")
-        _print_table(
+        print_table(
             ("layer", "k_scale", "v_scale", ""),
             [
                 (layer.layer, f"{layer.k_scale:.4g}", f"{layer.v_scale:.4g}", _verdict(layer))
@@ -276,7 +340,7 @@ def _demo(arguments: argparse.Namespace) -> int:
             if layer.refusal:
                 print(f"\nKVScaleError: {layer.refusal}")
         print(f"\nK quantized and dequantized on {result.device}:\n")
-        _print_table(
+        print_table(
             ("format", "implementation", "bits per value", "rms error", "largest error"),
             [
                 (
@@ -328,30 +392,3 @@ def _finite(number: float) -> float | None:
 
 def _print_json(value: object) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
-
-
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        _print_plain_table(columns, rows)
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console = Console(markup=False, highlight=False)
-    if console.is_terminal:
-        console.print(table)
-    else:
-        _print_plain_table(columns, rows)
-
-
-def _print_plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    lines = [columns, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    for line in lines:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        print("  ".join(cells).rstrip())

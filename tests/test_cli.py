@@ -81,7 +81,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == kvcache_plugin.__version__
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"], ["selftest", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([name, "--help"] for name in ("explain", "selftest", "check"))]
+)
 def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
     code = (
         "import sys; from kvcache_plugin.cli import main\n"

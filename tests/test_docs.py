@@ -13,6 +13,7 @@ import pytest
 
 from kvcache_plugin import cli, hookspecs
 from kvcache_plugin.settings import SWITCHES
+from tests.example_checkpoints import write_examples
 
 if TYPE_CHECKING:
     from kvcache_plugin.settings import Switch
@@ -102,13 +103,23 @@ def test_there_are_sessions_and_commands_to_run() -> None:
 
 @pytest.mark.parametrize("block", named("console"))
 def test_commands_print_what_the_page_shows(
-    block: Block, capsys: pytest.CaptureFixture[str]
+    block: Block,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    """A command that is shown without its output is only run."""
-    command, _, shown = block.code.partition("\n")
+    """A command that is shown without its output is only run.
+
+    Checkpoints that it names are those of ``example_checkpoints.py``. Its exit status is 0 where
+    the page does not ask for it.
+    """
+    write_examples(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code, _, status = block.code.partition("$ echo $?\n")
+    command, _, shown = code.partition("\n")
     program, *arguments = shlex.split(command.removeprefix("$ "))
     assert program == "kvcache-plugin"
-    assert cli.main(arguments) == cli.FINE
+    assert cli.main(arguments) == int(status or cli.FINE)
     printed = capsys.readouterr().out
     if shown:
         assert printed == shown
