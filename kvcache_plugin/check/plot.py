@@ -36,6 +36,8 @@ _SETTINGS: Final[dict[Any, Any]] = {
 _MOST_LABELS: Final = 12
 #: Words at single layers, which lie over each other where there are more.
 _MOST_WORDS: Final = 8
+#: Layers of which each has the room for a word.
+_WIDE_BANDS: Final = 30
 #: Numbers beyond it are shown at the edge, as infinity is. float32 ends at 3.4e38.
 _LARGEST: Final = 1e50
 
@@ -159,7 +161,7 @@ def _draw_other(
 def _draw_problems(axes: Axes, rows: Sequence[Row], places: Sequence[int]) -> None:
     kinds = dict.fromkeys(kind for row in rows for kind in row.problems)
     label = f"problem: {', '.join(kinds)}"
-    few = sum(bool(row.problems) for row in rows) <= _MOST_WORDS
+    few = sum(bool(row.problems) for row in rows) <= _MOST_WORDS and len(rows) <= _WIDE_BANDS
     for row, place in zip(rows, places, strict=True):
         if row.problems:
             style = {"color": _PROBLEM, "alpha": 0.14, "linewidth": 0}
@@ -170,17 +172,18 @@ def _draw_problems(axes: Axes, rows: Sequence[Row], places: Sequence[int]) -> No
 
 
 def _write_kinds(axes: Axes, row: Row, place: int) -> None:
-    axes.text(
-        place,
-        0.1,
+    """Along the left edge of the band, where no scale is drawn."""
+    axes.annotate(
         ", ".join(row.problems),
-        transform=axes.get_xaxis_transform(),
+        (place - 0.5, 0.1),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(3, 0),
+        textcoords="offset points",
         rotation=90,
-        ha="center",
+        ha="left",
         va="bottom",
         fontsize=8,
         color=_PROBLEM,
-        alpha=0.8,
     )
 
 
