@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvcache_plugin.hosts import seams
 from kvcache_plugin.hosts.engines import ENGINES, Engine
 from kvcache_plugin.manager import Implementation, Manager
-from kvcache_plugin.settings import BLOCK, MODE, Settings, read_settings
+from kvcache_plugin.settings import BLOCK, COVERAGE, MODE, REPORT, Settings, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -111,4 +111,9 @@ def _problems(engine: EngineStatus) -> list[str]:
 
 def switches(settings: Settings) -> dict[str, str]:
     """The switches by name, with the values that hold."""
-    return {MODE.name: settings.mode, BLOCK.name: ",".join(sorted(settings.block))}
+    return {
+        MODE.name: settings.mode,
+        BLOCK.name: ",".join(sorted(settings.block)),
+        COVERAGE.name: settings.coverage,
+        REPORT.name: settings.report,
+    }

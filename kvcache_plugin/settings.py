@@ -43,7 +43,19 @@ BLOCK: Final = Switch(
     "Names of implementations to leave out, separated by commas. A blocked one is not imported.",
     "",
 )
-SWITCHES: Final = (MODE, BLOCK)
+COVERAGE: Final = Switch(
+    "KVCACHE_PLUGIN_COVERAGE",
+    "What a scale in the files that does not reach its layer does to a load: warn logs it, error "
+    "stops the load.",
+    "warn",
+    ("warn", "error"),
+)
+REPORT: Final = Switch(
+    "KVCACHE_PLUGIN_REPORT",
+    "A file for what came of each load, as JSON; each process puts its number into the name.",
+    "",
+)
+SWITCHES: Final = (MODE, BLOCK, COVERAGE, REPORT)
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,8 @@ class Settings:
     mode: str
     block: frozenset[str]
     problems: tuple[str, ...] = ()
+    coverage: str = COVERAGE.default
+    report: str = REPORT.default
 
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -66,15 +80,25 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         for name in sorted(environ)
         if name.startswith(PREFIX) and name not in {switch.name for switch in SWITCHES}
     ]
-    mode = environ.get(MODE.name, "").strip().lower() or MODE.default
-    if MODE.values and mode not in MODE.values:
-        problems.append(
-            f"{MODE.name}={environ[MODE.name]!r} is not one of {', '.join(MODE.values)}; "
-            f"{MODE.default} holds"
-        )
-        mode = MODE.default
+    mode = _one_of(MODE, environ, problems)
+    coverage = _one_of(COVERAGE, environ, problems)
     names = (name.strip() for name in environ.get(BLOCK.name, "").split(","))
-    return Settings(mode, frozenset(filter(None, names)), tuple(problems))
+    block = frozenset(filter(None, names))
+    report = environ.get(REPORT.name, "").strip() or REPORT.default
+    return Settings(mode, block, tuple(problems), coverage, report)
+
+
+def _one_of(switch: Switch, environ: Mapping[str, str], problems: list[str]) -> str:
+    """The value of a switch that takes a few; another one is a problem, and the default holds."""
+    value = environ.get(switch.name, "").strip().lower() or switch.default
+    known = switch.values or ()
+    if value in known:
+        return value
+    problems.append(
+        f"{switch.name}={environ[switch.name]!r} is not one of {', '.join(known)}; "
+        f"{switch.default} holds"
+    )
+    return switch.default
 
 
 def report_problems(settings: Settings) -> None:

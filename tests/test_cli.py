@@ -470,15 +470,18 @@ def seam_file(folder: Any, seam: seams.Seam) -> Any:
 
 def write_engine(folder: Any, package: str) -> None:
     """A package whose modules define the seams, and raise when they are imported."""
+    modules: dict[Any, dict[str, list[str]]] = {}
     for seam in seams.SEAMS:
-        if seam.engine != package:
-            continue
-        path = seam_file(folder, seam)
+        if seam.engine == package:
+            owner, _, function = seam.qualname.rpartition(".")
+            indent = "    " if owner else ""
+            line = f"{indent}def {function}({', '.join(seam.parameters)}): ..."
+            modules.setdefault(seam_file(folder, seam), {}).setdefault(owner, []).append(line)
+    for path, owners in modules.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        *classes, function = seam.qualname.split(".")
-        lines = [f"class {name}:" for name in classes]
-        indent = "    " * len(classes)
-        lines.append(f"{indent}def {function}({', '.join(seam.parameters)}): ...")
+        lines = []
+        for owner, functions in owners.items():
+            lines += [f"class {owner}:", *functions] if owner else functions
         lines.append("raise ImportError('doctor imports no engine')")
         path.write_text("\n".join(lines), encoding="utf-8")
     (folder / package / "__init__.py").write_text(

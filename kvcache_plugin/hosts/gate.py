@@ -8,32 +8,42 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
-
 from kvcache_plugin import __version__
 from kvcache_plugin.api import validate_kv_scales
-from kvcache_plugin.errors import KVScaleError, add_note
+from kvcache_plugin.checkpoint.judge import quiet
+from kvcache_plugin.errors import CheckpointError, KVScaleError, add_note, shown
+from kvcache_plugin.hosts.coverage import (
+    StoredScales,
+    as_loaded,
+    assign,
+    describe,
+    lost_scales,
+    read_stored,
+)
+from kvcache_plugin.hosts.load_report import LoadFacts, ReportFile, gather
 from kvcache_plugin.scales import KVScales
-from kvcache_plugin.settings import MODE, read_settings, report_problems
+from kvcache_plugin.settings import COVERAGE, MODE, REPORT, read_settings, report_problems
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    import torch
+
+    from kvcache_plugin.hosts.coverage import LostScale
+    from kvcache_plugin.hosts.loaded import LoadedScales
     from kvcache_plugin.hosts.seams import Seam
-    from kvcache_plugin.scales import Granularity
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _Verdict: TypeAlias = KVScales | KVScaleError | None
 
-#: What both engines put where a scale will be, until one is loaded.
-UNSET: Final = -1.0
 _MOST_LAYERS_LISTED: Final = 20
+_GATHERING: Final = "putting a report together"
 
 _started: set[str] = set()
 
@@ -47,7 +57,7 @@ def start(engine: str, hook: Callable[[LoadGate], None]) -> None:
         settings = read_settings()
         report_problems(settings)
         if settings.mode != "off":
-            hook(LoadGate(engine, settings.mode))
+            hook(LoadGate(engine, settings.mode, settings.coverage, settings.report))
     except Exception:
         logger.exception("kvcache_plugin cannot hook %s, which goes on without it", engine)
 
@@ -59,43 +69,22 @@ def leave_out(engine: str, seam: Seam, problem: str) -> None:
     )
 
 
-@dataclass(frozen=True)
-class LoadedScales:
-    """The raw scales that a checkpoint left on one layer, ``None`` for a side that it has not.
+@dataclass
+class Load:
+    """One load of one model from files: what is known of it until the model is processed.
 
-    :param layer: the layer's name in the model.
-    :param device: where the layer is served.
+    :param model: the path or name that the engine was given.
+    :param is_draft: whether the model predicts further tokens and is not the model itself.
+    :param stored: what the files hold, one item for each place that the model is loaded from.
+    :param not_checked: why the files were not compared with the layers, empty when they were.
+    :param said: layers that have been logged as corrupt.
     """
 
-    layer: str
-    k: torch.Tensor | float | None
-    v: torch.Tensor | float | None
-    kv_cache_dtype: str
-    device: torch.device
-    granularity: Granularity = "tensor"
-    num_kv_heads: int | None = None
-
-
-def unless_marked(scale: torch.Tensor) -> torch.Tensor | None:
-    """``None`` for the engines' marker of a scale that was not loaded: -1.0 in every element."""
-    return None if scale.numel() and bool((scale == UNSET).all()) else scale
-
-
-def present(layer: Any, found: LoadedScales, scales: KVScales) -> None:
-    """Leave raw scales on a layer that the engine's own processing understands.
-
-    Each engine has ways of its own with a pair of which one side is unset, or both are not
-    positive, so it gets to see a whole pair, or none.
-    """
-    k, v = found.k, found.v
-    if scales.k_source == "default":
-        k = v = UNSET
-    elif scales.k_source == "duplicated":
-        k = v
-    elif scales.v_source == "duplicated":
-        v = k
-    for parameter, raw in ((layer.k_scale, k), (layer.v_scale, v)):
-        parameter.data.copy_(torch.as_tensor(raw))
+    model: str = ""
+    is_draft: bool = False
+    stored: list[StoredScales] = field(default_factory=list)
+    not_checked: str = ""
+    said: set[str] = field(default_factory=set)
 
 
 class LoadGate:
@@ -103,28 +92,90 @@ class LoadGate:
 
     :param engine: the engine's name, for the log.
     :param mode: ``"strict"`` or ``"warn"``, see ``settings.MODE``.
+    :param coverage: ``"warn"`` or ``"error"``, see ``settings.COVERAGE``.
+    :param report: see ``settings.REPORT``.
     """
 
-    def __init__(self, engine: str, mode: str) -> None:
+    def __init__(
+        self,
+        engine: str,
+        mode: str,
+        coverage: str = COVERAGE.default,
+        report: str = REPORT.default,
+    ) -> None:
         self.engine = engine
+        #: Whether this process says what others with the same layers would say too.
+        self.speaks: Callable[[], bool] = lambda: True
         self._mode = mode
+        self._coverage = coverage
+        self._report = ReportFile(report, engine, mode, coverage)
         self._announced = ""
         self._failures: set[str] = set()
         # What the pass over the whole model found, until each layer is processed.
         self._verdicts: WeakKeyDictionary[torch.nn.Module, _Verdict] = WeakKeyDictionary()
         self._processed: WeakSet[torch.nn.Module] = WeakSet()
 
+    def before_weights(
+        self, load: Load, layers: Sequence[LoadedScales], folder: str, files: Iterable[str] | None
+    ) -> None:
+        """Check the scales in the files before the engine reads the first weight.
+
+        What is not certain from the files alone is left to the check after loading.
+
+        :param layers: all layers with a quantized cache.
+        :param folder: where the engine found the checkpoint.
+        :param files: the safetensors files that it is about to read, ``None`` when it reads others.
+        :raises KVScaleError: in strict mode, listing every corrupt layer.
+        """
+        if not layers:
+            return
+        if files is None:
+            load.not_checked = "the weights are no safetensors files"
+            return
+        reading = "reading the K/V scales of the files"
+        stored = self.guarded(reading, self._read, load, layers[0], folder, files)
+        if stored is None:
+            load.not_checked = load.not_checked or "reading the files failed"
+            return
+        load.stored.append(stored)
+        checking = "checking the K/V scales of the files"
+        errors = self.guarded(checking, self._check_files, load, stored, layers)
+        if not errors:
+            return
+        if self._mode != "strict":
+            load.said.update(error.layer for error in errors)
+            self._say_corrupt(errors, len(layers))
+            return
+        refusal = self._refusal(errors, len(layers), "no weight has been read yet")
+        facts = self.guarded(_GATHERING, self._facts, load, layers, errors, ())
+        self._record(facts or LoadFacts(), errors, refusal)
+        raise refusal
+
     @contextmanager
-    def model(self, layers: Sequence[tuple[torch.nn.Module, LoadedScales]]) -> Iterator[None]:
+    def model(
+        self,
+        layers: Sequence[tuple[torch.nn.Module, LoadedScales]],
+        *,
+        bare: Sequence[LoadedScales] = (),
+        load: Load | None = None,
+    ) -> Iterator[None]:
         """Check all layers at once, then let the engine process each of them.
 
-        :raises KVScaleError: in strict mode, listing every corrupt layer.
+        :param bare: layers with a quantized cache and no place for scales.
+        :param load: what is known of the files, ``None`` where the engine loads from none.
+        :raises KVScaleError: in strict mode, listing every corrupt layer; where
+            ``KVCACHE_PLUGIN_COVERAGE`` says so, listing every layer that a scale did not reach.
         """
         try:
             for module, found in layers:
                 self._verdicts[module] = self._check(found)
-            self._announce_model(layers)
-            self._judge(list(self._verdicts.values()))
+            verdicts = list(self._verdicts.values())
+            all_layers = [*(found for _, found in layers), *bare]
+            looking = "comparing the K/V scales of the files with those of the layers"
+            lost = self.guarded(looking, self._lost, load, all_layers) or ()
+            facts = self.guarded(_GATHERING, self._facts, load, all_layers, verdicts, lost)
+            self._announce_model(facts or LoadFacts(), len(layers), len(bare))
+            self._judge_model(verdicts, facts or LoadFacts(), load or Load())
             yield
         finally:
             self._verdicts.clear()
@@ -140,8 +191,15 @@ class LoadGate:
             if not self._announced:
                 self._announce("checks K/V scales layer by layer, as this loader processes them")
             verdict = self._check(found)
-            self._judge([verdict])
+            if isinstance(verdict, KVScaleError):
+                if self._mode == "strict":
+                    raise self._refusal([verdict], 1)
+                self._say_corrupt([verdict], 1)
         return verdict if isinstance(verdict, KVScales) else None
+
+    def leaves_alone(self, what: str) -> None:
+        """Say in one line that a kind of load is left alone."""
+        self._announce(f"leaves alone {what}")
 
     def guarded(self, doing: str, step: Callable[..., T], *arguments: Any) -> T | None:
         """Take a step of ours that must not stop the engine: what it raises is logged, once."""
@@ -168,6 +226,54 @@ class LoadGate:
     def mark_processed(self, module: torch.nn.Module) -> None:
         self._processed.add(module)
 
+    # The files
+
+    def _read(
+        self, load: Load, layer: LoadedScales, folder: str, files: Iterable[str]
+    ) -> StoredScales | None:
+        try:
+            return read_stored(
+                folder, files, kv_cache_dtype=layer.kv_cache_dtype, device=layer.device
+            )
+        except CheckpointError as error:
+            load.not_checked = "the files could not be read"
+            self._say(
+                logging.WARNING,
+                "kvcache_plugin cannot check the K/V scales in the files before %s loads them, and "
+                "checks them afterwards: %s",
+                self.engine,
+                error,
+            )
+            return None
+
+    def _check_files(
+        self, load: Load, stored: StoredScales, layers: Sequence[LoadedScales]
+    ) -> list[KVScaleError]:
+        assigned = assign(stored.layers, layers, is_draft=load.is_draft)
+        errors = []
+        for module in stored.layers:
+            layer = next(iter(assigned.get(module.module, ())), None)
+            found = as_loaded(module, layer, self.engine) if layer else None
+            if found is not None:
+                with quiet():  # what is no error is said after loading
+                    verdict = self._check(found)
+                if isinstance(verdict, KVScaleError):
+                    errors.append(verdict)
+        return errors
+
+    def _lost(self, load: Load | None, layers: Sequence[LoadedScales]) -> tuple[LostScale, ...]:
+        if load is None or not layers:
+            return ()
+        found: list[LostScale] = []
+        for stored in load.stored:
+            assigned = assign(stored.layers, layers, is_draft=load.is_draft)
+            found += lost_scales(stored.layers, assigned, self.engine)
+            if stored.layers and not assigned and not load.is_draft and not load.not_checked:
+                load.not_checked = "no layer of the model has a name that the files' scales have"
+        return tuple(found)
+
+    # Verdicts
+
     def _check(self, found: LoadedScales) -> _Verdict:
         def check() -> KVScales | KVScaleError:
             try:
@@ -188,18 +294,37 @@ class LoadGate:
 
         return self.guarded("checking K/V scales", check)
 
-    def _judge(self, verdicts: Sequence[_Verdict]) -> None:
+    def _judge_model(self, verdicts: Sequence[_Verdict], facts: LoadFacts, load: Load) -> None:
+        """Stop the load where it is to be stopped, and log what is wrong where it is not.
+
+        :raises KVScaleError: see ``model``.
+        """
         errors = [verdict for verdict in verdicts if isinstance(verdict, KVScaleError)]
-        if not errors:
-            return
-        problem, remedy = _summary(errors, len(verdicts))
-        if self._mode == "strict":
-            way_around = f"{MODE.name}=warn loads the checkpoint as it is"
-            raise KVScaleError(
-                f"kvcache_plugin refuses this checkpoint: {problem}",
-                remedy=". ".join(filter(None, [remedy, way_around])),
-            )
-        logger.error(
+        lost = _lost_error(facts) if facts.lost else None
+        refusal = None
+        if errors and self._mode == "strict":
+            refusal = self._refusal(errors, len(verdicts))
+        elif not load.said.issuperset(error.layer for error in errors):
+            self._say_corrupt(errors, len(verdicts))
+        if lost is not None and self._coverage == "error":
+            way_around = f"{COVERAGE.name}=warn loads it as it is"
+            refusal = refusal or _refused(lost, way_around)
+        elif lost is not None:
+            self._say(logging.WARNING, "kvcache_plugin: %s", lost)
+        self._record(facts, errors, refusal)
+        if refusal is not None:
+            raise refusal
+
+    def _refusal(self, errors: Sequence[KVScaleError], of: int, note: str = "") -> KVScaleError:
+        problem, remedy = _summary(errors, of)
+        way_around = f"{MODE.name}=warn loads the checkpoint as it is"
+        return _refused(KVScaleError(problem, remedy=remedy), way_around, note)
+
+    def _say_corrupt(self, errors: Sequence[KVScaleError], of: int) -> None:
+        """Log what is corrupt and does not stop the load."""
+        problem, remedy = _summary(errors, of)
+        self._say(
+            logging.ERROR,
             "%s=%s, so %s goes on as it would without the plugin: %s",
             MODE.name,
             self._mode,
@@ -207,13 +332,31 @@ class LoadGate:
             KVScaleError(problem, remedy=remedy),
         )
 
-    def _announce_model(self, layers: Sequence[tuple[torch.nn.Module, LoadedScales]]) -> None:
-        checked = sum(verdict is not None for verdict in self._verdicts.values())
+    # What is said
+
+    def _facts(
+        self,
+        load: Load | None,
+        layers: Sequence[LoadedScales],
+        verdicts: Sequence[_Verdict],
+        lost: tuple[LostScale, ...],
+    ) -> LoadFacts:
+        facts = gather(
+            layers,
+            [verdict for verdict in verdicts if isinstance(verdict, KVScales)],
+            checked=sum(verdict is not None for verdict in verdicts),
+            model=load.model if load else "",
+        )
+        return replace(facts, coverage=_coverage(load, layers, lost), lost=lost)
+
+    def _announce_model(self, facts: LoadFacts, layers: int, bare: int) -> None:
         if layers:
-            found = layers[0][1]
+            self._announce(facts.summary)
+        elif bare:
+            all_of_them = f"{bare} layer{'s' * (bare != 1)} with {facts.kv_cache_dtype} caches"
             self._announce(
-                f"checked the K/V scales of {checked} layer{'s' * (checked != 1)} "
-                f"({found.kv_cache_dtype} on {found.device})"
+                "found no layer with K/V scales for a quantized KV cache: the engine makes no "
+                f"place for scales in {all_of_them}, which run with 1.0; {facts.coverage}"
             )
         elif not self._announced and not self._failures:
             self._announce("found no layer with K/V scales for a quantized KV cache")
@@ -221,7 +364,8 @@ class LoadGate:
     def _announce(self, what: str) -> None:
         """Say, in the engine's log, that the plugin is at work; the same thing once."""
         if what != self._announced:
-            logger.info(
+            self._say(
+                logging.INFO,
                 "kvcache_plugin %s is active in %s, mode %s: %s",
                 __version__,
                 self.engine,
@@ -230,15 +374,65 @@ class LoadGate:
             )
         self._announced = what
 
+    def _say(self, level: int, message: str, *arguments: object) -> None:
+        if self.guarded("asking for the rank of this process", self.speaks) is False:
+            level = logging.DEBUG
+        logger.log(level, message, *arguments)
 
-def _summary(errors: Sequence[KVScaleError], checked: int) -> tuple[str, str]:
+    def _record(
+        self, facts: LoadFacts, errors: Sequence[KVScaleError], refusal: KVScaleError | None
+    ) -> None:
+        """Put a load into the report."""
+        problems = tuple(f"{error.layer}: {_with_notes(error)}" for error in errors)
+        refused = str(refusal) if refusal is not None else ""
+        whole = replace(facts, problems=problems, refused=refused)
+        self.guarded("writing the report", self._report.add, whole)
+
+
+def _lost_error(facts: LoadFacts) -> KVScaleError:
+    return KVScaleError(
+        describe(facts.lost),
+        remedy="A scale that does not arrive counts as absent. kvcache-plugin check "
+        f"{shown(facts.model)} says what each engine makes of its scales, and what to do",
+    )
+
+
+def _refused(error: KVScaleError, way_around: str, note: str = "") -> KVScaleError:
+    why = f" ({note})" if note else ""
+    return KVScaleError(
+        f"kvcache_plugin refuses this checkpoint{why}: {error.problem}",
+        remedy=". ".join(filter(None, [error.remedy, way_around])),
+    )
+
+
+def _summary(errors: Sequence[KVScaleError], of: int) -> tuple[str, str]:
     """The problem and the remedy of all corrupt layers, the first twenty by name."""
-    of_all = f" in {len(errors)} of {checked} layers" if checked > 1 else ""
+    of_all = f" in {len(errors)} of {of} layers" if of > 1 else ""
     lines = [f"  {error.layer}: {_with_notes(error)}" for error in errors[:_MOST_LAYERS_LISTED]]
     if len(errors) > _MOST_LAYERS_LISTED:
         lines.append(f"  and {len(errors) - _MOST_LAYERS_LISTED} more layers")
     remedies = dict.fromkeys(error.remedy for error in errors if error.remedy)
     return "\n".join([f"corrupt K/V scales{of_all}", *lines]), ". ".join(remedies)
+
+
+def _coverage(load: Load | None, layers: Sequence[LoadedScales], lost: Sequence[LostScale]) -> str:
+    """What came of the comparison with the files, in words."""
+    if load is None or not layers:
+        return ""
+    if lost:
+        return f"scales in the files did not arrive on {len(lost)} layer{'s' * (len(lost) != 1)}"
+    if load.not_checked:
+        return f"the files were not compared with them: {load.not_checked}"
+    if not load.stored:
+        return "the files were not compared with them"
+    unread = [file for stored in load.stored for file in stored.unread]
+    if unread:
+        return f"the files were not compared with them: {shown(unread[0])} was not read"
+    if any(stored.layers for stored in load.stored):
+        return "every scale in the files arrived"
+    unknown = [name for stored in load.stored for name in stored.unknown]
+    alike = f" by a known name ({shown(unknown[0])} looks like one)" if unknown else ""
+    return f"the files hold no K/V scale{alike}, and every layer runs with 1.0"
 
 
 def _with_notes(error: KVScaleError) -> str:

@@ -71,6 +71,34 @@ VLLM_CONFIG: Final = Seam(
     (),
     "tells a dummy load's random weights from a checkpoint's; without it no scale is checked",
 )
+VLLM_LOAD: Final = Seam(
+    "vllm",
+    "vllm.model_executor.model_loader.default_loader",
+    "DefaultModelLoader.load_weights",
+    ("self", "model", "model_config"),
+    "knows which model is loaded from which files",
+)
+VLLM_FILES: Final = Seam(
+    "vllm",
+    "vllm.model_executor.model_loader.default_loader",
+    "DefaultModelLoader._prepare_weights",
+    (
+        "self",
+        "model_name_or_path",
+        "subfolder",
+        "revision",
+        "fall_back_to_pt",
+        "allow_patterns_overrides",
+    ),
+    "checks the scales in the files before the weights are read",
+)
+VLLM_RANK: Final = Seam(
+    "vllm",
+    "vllm.distributed.parallel_state",
+    "get_tensor_model_parallel_rank",
+    (),
+    "lets one process speak for all that hold parts of the same layers",
+)
 SGLANG_HOOKS: Final = Seam(
     "sglang",
     "sglang.srt.plugins.hook_registry",
@@ -114,17 +142,59 @@ SGLANG_CONFIG: Final = Seam(
     "tells the KV cache dtype and a dummy load; without it no scale is checked",
 )
 
+SGLANG_LOADER: Final = Seam(
+    "sglang",
+    "sglang.srt.model_loader.loader",
+    "get_model_loader",
+    ("load_config", "model_config"),
+    "says which loaders are left alone",
+)
+SGLANG_LOAD: Final = Seam(
+    "sglang",
+    "sglang.srt.model_loader.loader",
+    "DefaultModelLoader._get_all_weights",
+    ("self", "model_config", "model"),
+    "knows which model is loaded from which files",
+)
+SGLANG_FILES: Final = Seam(
+    "sglang",
+    "sglang.srt.model_loader.loader",
+    "DefaultModelLoader._prepare_weights",
+    (
+        "self",
+        "model_name_or_path",
+        "revision",
+        "fall_back_to_pt",
+        "allow_patterns_overrides",
+    ),
+    "checks the scales in the files before the weights are read",
+)
+SGLANG_RANK: Final = Seam(
+    "sglang",
+    "sglang.srt.runtime_context",
+    "get_parallel",
+    (),
+    "lets one process speak for all that hold parts of the same layers",
+)
+
 SEAMS: Final = (
     VLLM_LAYER,
     VLLM_MODEL,
     VLLM_MARKER,
     VLLM_CONFIG,
+    VLLM_LOAD,
+    VLLM_FILES,
+    VLLM_RANK,
     SGLANG_HOOKS,
     SGLANG_LAYER,
     SGLANG_MODEL,
     SGLANG_RESTORE,
     SGLANG_FILE,
     SGLANG_CONFIG,
+    SGLANG_LOADER,
+    SGLANG_LOAD,
+    SGLANG_FILES,
+    SGLANG_RANK,
 )
 
 

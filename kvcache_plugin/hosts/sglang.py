@@ -5,24 +5,18 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
 from kvcache_plugin.device import Device
 from kvcache_plugin.hosts import seams
-from kvcache_plugin.hosts.gate import (
-    UNSET,
-    LoadedScales,
-    LoadGate,
-    leave_out,
-    present,
-    start,
-    unless_marked,
-)
+from kvcache_plugin.hosts.gate import Load, LoadGate, leave_out, start
+from kvcache_plugin.hosts.loaded import UNSET, LoadedScales, present, unless_marked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from weakref import ReferenceType
 
     from kvcache_plugin.hosts.seams import Seam
     from kvcache_plugin.scales import KVScales
@@ -49,6 +43,9 @@ def _hook(gate: LoadGate) -> None:
         (seams.SGLANG_MODEL, adapter.process_model),
         (seams.SGLANG_RESTORE, adapter.restore_model),
         (seams.SGLANG_FILE, adapter.load_file),
+        (seams.SGLANG_LOADER, adapter.choose_loader),
+        (seams.SGLANG_LOAD, adapter.load_model),
+        (seams.SGLANG_FILES, adapter.prepare_files),
     )
     # SGLang ignores a hook on a target that it has patched already, and does not say so.
     patched = getattr(HookRegistry, "_patched", ())
@@ -57,6 +54,8 @@ def _hook(gate: LoadGate) -> None:
             leave_out(gate.engine, seam, f"another plugin's hooks on {seam.path} are in place")
         elif _fits(gate, seam):
             HookRegistry.register(seam.path, wrapper, HookType.AROUND)
+    if _fits(gate, seams.SGLANG_RANK):
+        gate.speaks = _is_first_rank
 
 
 def _fits(gate: LoadGate, seam: Seam) -> bool:
@@ -67,6 +66,12 @@ def _fits(gate: LoadGate, seam: Seam) -> bool:
     if problem:
         leave_out(gate.engine, seam, problem)
     return not problem
+
+
+def _is_first_rank() -> bool:
+    from sglang.srt.runtime_context import get_parallel
+
+    return not torch.distributed.is_initialized() or get_parallel().tp_rank == 0
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,52 @@ class _Adapter:
             WeakKeyDictionary()
         )
         self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+        self._loading: tuple[ReferenceType[torch.nn.Module], Load] | None = None
+
+    def choose_loader(
+        self, original: Callable[..., Any], load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Say which loaders are left alone: they bring processed weights, or none of a file."""
+        loader = original(load_config, *args, **kwargs)
+        self._gate.guarded("looking at the loader", self._say_left_alone, loader)
+        return loader
+
+    def _say_left_alone(self, loader: Any) -> None:
+        from sglang.srt.model_loader.loader import DefaultModelLoader
+        from sglang.srt.runtime_context import get_model
+
+        is_quantized = get_model().kv_cache_dtype in _FORMATS
+        if is_quantized and not isinstance(loader, DefaultModelLoader):
+            self._gate.leaves_alone(f"what {type(loader).__name__} loads")
+
+    def load_model(
+        self,
+        original: Callable[..., Any],
+        loader: Any,
+        model_config: Any,
+        model: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Know the model while its weights are loaded."""
+        is_draft = bool(getattr(model_config, "is_draft_model", False))
+        load = Load(str(getattr(model_config, "model_path", "")), is_draft)
+        self._loading = (ref(model), load)
+        return original(loader, model_config, model, *args, **kwargs)
+
+    def prepare_files(
+        self, original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Check the files as soon as SGLang knows which they are, and before it reads one."""
+        prepared = original(loader, *args, **kwargs)
+        model = self._loading[0]() if self._loading is not None else None
+        if self._loading is not None and model is not None:
+            guarded, find = self._gate.guarded, self._quantized_layers
+            layers = guarded("looking for quantized caches", find, model)
+            folder, files, are_safetensors, *_ = prepared
+            known = files if are_safetensors else None
+            self._gate.before_weights(self._loading[1], layers or [], folder, known)
+        return prepared
 
     def process_model(
         self,
@@ -97,10 +148,35 @@ class _Adapter:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        find = self._loaded_layers
-        layers = self._gate.guarded("looking for K/V scales", find, model, target_device)
-        with self._gate.model(layers or []):
+        guarded, find = self._gate.guarded, self._loaded_layers
+        layers = guarded("looking for K/V scales", find, model, target_device) or []
+        load = self._take_load(model)
+        bare = guarded("looking for quantized caches", self._bare_layers, model) if load else []
+        with self._gate.model(layers, bare=bare or [], load=load):
             return original(model, target_device, *args, **kwargs)
+
+    def _take_load(self, model: Any) -> Load | None:
+        """What is known of the files that the model was loaded from, once for each load."""
+        loading, self._loading = self._loading, None
+        return loading[1] if loading is not None and loading[0]() is model else None
+
+    def _quantized_layers(self, model: Any) -> list[LoadedScales]:
+        return [found for _, found in self._loaded_layers(model, None)] + self._bare_layers(model)
+
+    def _bare_layers(self, model: Any) -> list[LoadedScales]:
+        """Attention with a quantized cache for which the checkpoint declares no scales."""
+        from sglang.srt.runtime_context import get_model
+
+        dtype = get_model().kv_cache_dtype
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        kv_format = _kv_format(dtype, getattr(model, "quant_config", None), Device.of(device))
+        if kv_format is None or dtype == "auto":
+            return []
+        return [
+            LoadedScales(name, None, None, kv_format, device, has_place=False)
+            for name, module in model.named_modules()
+            if hasattr(module, "layer_id") and getattr(module, "k_scale", module) is None
+        ]
 
     def process_layer(
         self, original: Callable[..., Any], method: Any, layer: Any, *args: Any, **kwargs: Any
@@ -203,6 +279,7 @@ class _Adapter:
             v=self._raw(layer, "v_scale"),
             kv_cache_dtype=kv_format,
             device=device,
+            dtype=layer.k_scale.dtype,
         )
 
     def _raw(self, layer: Any, name: str) -> torch.Tensor | float | None:

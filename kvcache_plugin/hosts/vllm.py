@@ -10,23 +10,17 @@ import logging
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
 
 from kvcache_plugin.hosts import seams
-from kvcache_plugin.hosts.gate import (
-    UNSET,
-    LoadedScales,
-    LoadGate,
-    leave_out,
-    present,
-    start,
-    unless_marked,
-)
+from kvcache_plugin.hosts.gate import Load, LoadGate, leave_out, start
 from kvcache_plugin.hosts.late import when_imported
+from kvcache_plugin.hosts.loaded import UNSET, LoadedScales, present, unless_marked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from kvcache_plugin.hosts.seams import Seam
     from kvcache_plugin.scales import KVScales
@@ -56,6 +50,9 @@ def _hook(gate: LoadGate) -> None:
         (seams.VLLM_LAYER, adapter.fit_layers),
         (seams.VLLM_MODEL, adapter.fit_model),
         (seams.VLLM_MARKER, adapter.fit_marker),
+        (seams.VLLM_LOAD, adapter.fit_load),
+        (seams.VLLM_FILES, adapter.fit_files),
+        (seams.VLLM_RANK, adapter.fit_rank),
     ):
         if seams.source_file(seam) is None:
             leave_out(gate.engine, seam, f"there is no module {seam.module}")
@@ -84,6 +81,9 @@ class _Adapter:
         self._base_method: type | None = None
         self._current_config: Callable[[], Any] | None = None
         self._processing: set[int] = set()
+        self._loading: tuple[Any, Load] | None = None
+        self._loads: WeakKeyDictionary[torch.nn.Module, Load] = WeakKeyDictionary()
+        self._seen: WeakSet[torch.nn.Module] = WeakSet()
 
     # Fitting
 
@@ -133,9 +133,11 @@ class _Adapter:
         def process_weights_after_loading(
             model: Any, model_config: Any, target_device: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            find = self._loaded_layers
-            layers = self._gate.guarded("looking for K/V scales", find, model, target_device)
-            with self._gate.model(layers or []):
+            guarded, find = self._gate.guarded, self._loaded_layers
+            layers = guarded("looking for K/V scales", find, model, target_device) or []
+            bare = guarded("looking for quantized caches", self._bare_layers, model, target_device)
+            load = guarded("looking for the load", self._load_of, model, model_config)
+            with self._gate.model(layers, bare=bare or [], load=load):
                 return original(model, model_config, target_device, *args, **kwargs)
 
         modules = [other for other in sys.modules.values() if isinstance(other, ModuleType)]
@@ -159,7 +161,79 @@ class _Adapter:
 
         cls.create_weights = create_weights
 
+    def fit_load(self, module: ModuleType) -> None:
+        """Know the model while its weights are loaded."""
+        cls: Any = module.DefaultModelLoader
+        original = cls.load_weights
+
+        @functools.wraps(original)
+        def load_weights(
+            loader: Any, model: Any, model_config: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            is_draft = getattr(model_config, "runner_type", "") == "draft"
+            load = Load(str(getattr(model_config, "model", "")), is_draft)
+            self._loads[model] = load
+            self._loading = (model, load)
+            try:
+                return original(loader, model, model_config, *args, **kwargs)
+            finally:
+                self._loading = None
+
+        cls.load_weights = load_weights
+
+    def fit_files(self, module: ModuleType) -> None:
+        """Check the files as soon as vLLM knows which they are, and before it reads one."""
+        cls: Any = module.DefaultModelLoader
+        original = cls._prepare_weights
+
+        @functools.wraps(original)
+        def _prepare_weights(loader: Any, *args: Any, **kwargs: Any) -> Any:
+            prepared = original(loader, *args, **kwargs)
+            if self._loading is not None:
+                model, load = self._loading
+                find = self._quantized_layers
+                layers = self._gate.guarded("looking for quantized caches", find, model)
+                folder, files, are_safetensors, *_ = prepared
+                known = files if are_safetensors else None
+                self._gate.before_weights(load, layers or [], folder, known)
+            return prepared
+
+        cls._prepare_weights = _prepare_weights
+
+    def fit_rank(self, module: ModuleType) -> None:
+        self._gate.speaks = lambda: (
+            not torch.distributed.is_initialized() or module.get_tensor_model_parallel_rank() == 0
+        )
+
     # Loading
+
+    def _load_of(self, model: Any, model_config: Any) -> Load | None:
+        """What is known of the files that a model was loaded from, once for each load."""
+        is_first_time = model not in self._seen
+        self._seen.add(model)
+        load = self._loads.pop(model, None)
+        if load is None and is_first_time and self._current_config is not None:
+            config = self._current_config()
+            load_format = config.load_config.load_format if config is not None else "unknown"
+            name = str(getattr(model_config, "model", ""))
+            load = Load(name, not_checked=f"load_format is {load_format}")
+        return load
+
+    def _quantized_layers(self, model: Any) -> list[LoadedScales]:
+        return [found for _, found in self._loaded_layers(model, None)] + self._bare_layers(model)
+
+    def _bare_layers(self, model: Any, target_device: Any = None) -> list[LoadedScales]:
+        """Attention with a quantized cache for which the checkpoint declares no scales."""
+        layers = []
+        for module in model.modules():
+            kv_format = _FORMATS.get(getattr(module, "kv_cache_dtype", ""))
+            buffer = getattr(module, "_k_scale", None)
+            if kv_format is None or buffer is None or hasattr(module, "k_scale"):
+                continue
+            device = target_device or buffer.device
+            name = module.layer_name
+            layers.append(LoadedScales(name, None, None, kv_format, device, has_place=False))
+        return layers
 
     def _loaded_layers(
         self, model: Any, target_device: Any
@@ -214,6 +288,7 @@ class _Adapter:
             device=target_device or layer.k_scale.device,
             granularity="head" if per_head else "tensor",
             num_kv_heads=layer.num_kv_heads if per_head else None,
+            dtype=layer.k_scale.dtype,
         )
 
     def _is_random(self, layer: Any) -> bool:

@@ -24,6 +24,9 @@ Scale = float | torch.Tensor | None
 
 Strategy = Literal["tensor", "attn_head"]
 
+SCALE_NAME = "model.layers.{layer}.self_attn.{side}_scale"
+"""Both engines find it."""
+
 _NUM_HEADS = 4
 _NUM_KV_HEADS = 2
 _HEAD_DIM = 64
@@ -41,6 +44,8 @@ class Checkpoint:
     hidden_size: int = 256
     quantized: bool = True
     strategy: Strategy = "tensor"
+    scale_name: str = SCALE_NAME
+    declared: Mapping[str, object] | None = None
 
     def write(self, parent: Path) -> Path:
         """Writes it into ``parent / name`` and returns that folder."""
@@ -51,6 +56,8 @@ class Checkpoint:
             hidden_size=self.hidden_size,
             quantized=self.quantized,
             strategy=self.strategy,
+            scale_name=self.scale_name,
+            declared=self.declared,
         )
 
 
@@ -62,6 +69,8 @@ def write_checkpoint(
     hidden_size: int = 256,
     quantized: bool = True,
     strategy: Strategy = "tensor",
+    scale_name: str = SCALE_NAME,
+    declared: Mapping[str, object] | None = None,
 ) -> Path:
     """Writes ``config.json`` and ``model.safetensors`` into ``folder`` and returns it.
 
@@ -75,6 +84,8 @@ def write_checkpoint(
     :param quantized: whether ``config.json`` says that the KV cache is FP8 (compressed-tensors).
         The scales are written in either case.
     :param strategy: the granularity that ``config.json`` names.
+    :param scale_name: the name of a scale, with ``{layer}`` and ``{side}``.
+    :param declared: the ``quantization_config``, in place of the usual one.
     :raises ValueError: ``scales`` names a layer that the model does not have.
     """
     scales = scales or {}
@@ -86,12 +97,12 @@ def write_checkpoint(
     for layer, sides in scales.items():
         for side, scale in zip("kv", sides, strict=True):
             if scale is not None:
-                name = f"model.layers.{layer}.self_attn.{side}_scale"
+                name = scale_name.format(layer=layer, side=side)
                 tensors[name] = _scale_tensor(scale)
 
     config = _config(num_hidden_layers, hidden_size)
     if quantized:
-        config["quantization_config"] = _quantization_config(strategy)
+        config["quantization_config"] = declared or _quantization_config(strategy)
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

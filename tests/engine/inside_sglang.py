@@ -347,7 +347,15 @@ def test_a_failure_of_ours_does_not_stop_the_engine(
     assert f"layer {LAYER}" in logging.Formatter().formatException(record.exc_info)
 
 
-WRAPPED = [seams.SGLANG_LAYER, seams.SGLANG_MODEL, seams.SGLANG_RESTORE, seams.SGLANG_FILE]
+WRAPPED = [
+    seams.SGLANG_LAYER,
+    seams.SGLANG_MODEL,
+    seams.SGLANG_RESTORE,
+    seams.SGLANG_FILE,
+    seams.SGLANG_LOADER,
+    seams.SGLANG_LOAD,
+    seams.SGLANG_FILES,
+]
 NEEDED = [seams.SGLANG_HOOKS, seams.SGLANG_CONFIG]
 
 
@@ -370,7 +378,7 @@ def test_every_seam_is_wrapped(registered: list[str], caplog: pytest.LogCaptureF
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("seam", [*WRAPPED, *NEEDED])
+@pytest.mark.parametrize("seam", [*WRAPPED, *NEEDED], ids=lambda seam: seam.qualname)
 def test_a_seam_with_another_signature_is_left_out(
     seam: seams.Seam,
     registered: list[str],
