@@ -2,7 +2,7 @@
 
 It refuses what they refuse, or cannot do, and computes as their kernels are compiled: reciprocals
 that are up to 1 ulp off, subnormal numbers flushed to zero, e2m1 of NaN +6. The real package is
-held against the same expectations in ``test_flashinfer_installed.py``.
+held against the same expectations in ``tests/engine/test_flashinfer.py``.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from kvcache_plugin.hardware.flashinfer_nvfp4 import (
     quantize_kv_pair,
     validate_kv_scales,
 )
-from kvcache_plugin.hardware.triton_hooks import why_not_format, why_not_triton
+from kvcache_plugin.hardware.triton_hooks import supports
 
 __all__ = [
     "dequantize_kv",
@@ -30,4 +30,4 @@ _MAJOR: Final = 10
 def supports_kv(device: Device, kv_cache_dtype: str) -> bool | str:
     if device.capability is None or device.capability[0] != _MAJOR:
         return f"serves CUDA 10.x, and this is {device}"
-    return why_not_format(kv_cache_dtype) or why_not_triton() or True
+    return supports(kv_cache_dtype)

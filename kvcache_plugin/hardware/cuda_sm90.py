@@ -15,9 +15,8 @@ from kvcache_plugin.hardware.triton_hooks import (
     how,
     quantize_kv,
     quantize_kv_pair,
+    supports,
     validate_kv_scales,
-    why_not_format,
-    why_not_triton,
 )
 
 __all__ = [
@@ -36,7 +35,7 @@ _MAJORS: Final = (8, 9)
 def supports_kv(device: Device, kv_cache_dtype: str) -> bool | str:
     if device.capability is None or device.capability[0] not in _MAJORS:
         return f"serves CUDA from sm_80 to sm_90, and this is {device}"
-    return why_not_format(kv_cache_dtype) or why_not_triton() or True
+    return supports(kv_cache_dtype)
 
 
 @hookimpl

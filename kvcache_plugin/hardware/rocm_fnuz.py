@@ -11,9 +11,8 @@ from kvcache_plugin.hardware.triton_hooks import (
     how,
     quantize_kv,
     quantize_kv_pair,
+    supports,
     validate_kv_scales,
-    why_not_format,
-    why_not_triton,
 )
 
 __all__ = [
@@ -33,7 +32,7 @@ def supports_kv(device: Device, kv_cache_dtype: str) -> bool | str:
     if not device.is_fnuz:
         ocp = ", whose FP8 formats are OCP's" if device.arch.startswith(_OCP_ARCHS) else ""
         return f"serves the FNUZ GPUs gfx940, gfx941 and gfx942, and this is {device}{ocp}"
-    return why_not_format(kv_cache_dtype) or why_not_triton() or True
+    return supports(kv_cache_dtype)
 
 
 @hookimpl

@@ -10,9 +10,8 @@ from kvcache_plugin.hardware.triton_hooks import (
     how,
     quantize_kv,
     quantize_kv_pair,
+    supports,
     validate_kv_scales,
-    why_not_format,
-    why_not_triton,
 )
 
 __all__ = [
@@ -33,7 +32,7 @@ def supports_kv(device: Device, kv_cache_dtype: str) -> bool | str:
     is_old = device.capability is not None and device.capability < _OLDEST
     if device.kind not in ("cuda", "rocm") or is_old:
         return f"serves CUDA from sm_80, and ROCm, and this is {device}"
-    return why_not_format(kv_cache_dtype) or why_not_triton() or True
+    return supports(kv_cache_dtype)
 
 
 @hookimpl

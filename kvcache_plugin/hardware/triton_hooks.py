@@ -20,10 +20,19 @@ FORMATS: Final = ("fp8_e4m3", "fp8_e5m2", FNUZ, NVFP4)
 #: The first CUDA capability where Triton casts float32 to FP8 in one step. 8.9 has the instruction,
 #: but before 3.9 Triton goes by way of float16 there, and so rounds twice.
 _FP8_CAST: Final = (9, 0)
+#: The first Triton whose ``div_rn`` keeps subnormals on CUDA: 3.5 still makes ``div.rn.ftz`` of it.
+_FIRST_IEEE_DIVISION: Final = (3, 6)
+
+
+def supports(kv_cache_dtype: str) -> bool | str:
+    """Whether the kernels serve a format on the GPUs that a module serves, or why not."""
+    if kv_cache_dtype not in FORMATS:
+        return f"serves {', '.join(FORMATS)}, and this is {kv_cache_dtype}"
+    return _why_not_triton() or True
 
 
 @cache
-def why_not_triton() -> str:
+def _why_not_triton() -> str:
     """Why Triton cannot be used here, with the remedy; empty when it can."""
     try:
         _launch()
@@ -31,14 +40,10 @@ def why_not_triton() -> str:
         if error.name == "triton":
             return "needs Triton, which is not installed: pip install triton"
         return f"Triton cannot be imported ({error}): pip install --force-reinstall triton"
+    except Exception as error:  # whatever an import runs into
+        what = f"{type(error).__name__}: {error}"
+        return f"Triton cannot be imported ({what}): pip install --force-reinstall triton"
     return ""
-
-
-def why_not_format(kv_cache_dtype: str) -> str:
-    """Why the kernels do not serve a format; empty when they do."""
-    if kv_cache_dtype in FORMATS:
-        return ""
-    return f"serves {', '.join(FORMATS)}, and this is {kv_cache_dtype}"
 
 
 def has_cast(device: Device, kv_cache_dtype: str) -> bool:
@@ -52,12 +57,22 @@ def has_cast(device: Device, kv_cache_dtype: str) -> bool:
 
 def how(device: Device, kv_cache_dtype: str) -> str:
     """How the kernels quantize on a device, for ``explain``."""
+    flushes = _flushing_release() if device.kind == "cuda" else ""
+    note = f"; Triton {flushes} takes subnormal quotients for 0, newer ones do not" * bool(flushes)
     if kv_cache_dtype == NVFP4 or has_cast(device, kv_cache_dtype):
-        return "Triton kernels"
+        return f"Triton kernels{note}"
     if device.kind != "cuda":
         return "Triton kernels that round in integers"
     missing = "FNUZ cast" if kv_cache_dtype == FNUZ else "FP8 cast that rounds once"
-    return f"Triton kernels that round in integers, for want of an {missing}"
+    return f"Triton kernels that round in integers, for want of an {missing}{note}"
+
+
+@cache
+def _flushing_release() -> str:
+    """The installed Triton, where its division on CUDA flushes subnormals; empty where not."""
+    release: str = importlib.import_module("triton").__version__
+    major, minor = (int(part) for part in release.split(".")[:2])
+    return release if (major, minor) < _FIRST_IEEE_DIVISION else ""
 
 
 @hookimpl

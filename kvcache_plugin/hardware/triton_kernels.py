@@ -118,7 +118,7 @@ def dequantize_fp8(
     tl.store(values + element, _narrow(x, values, INTERPRETED), mask=inside)
 
 
-@triton.jit(do_not_specialize=["middle", "inner"])
+@triton.jit(do_not_specialize=["block_count", "middle", "inner"])
 def quantize_nvfp4(
     key,
     key_scale,
@@ -199,7 +199,7 @@ def quantize_nvfp4(
         tl.store(key_block_scales + block_at, block_scales, mask=block_inside)
 
 
-@triton.jit(do_not_specialize=["middle", "inner"])
+@triton.jit(do_not_specialize=["block_count", "middle", "inner"])
 def dequantize_nvfp4(
     codes,
     block_scales,
@@ -385,7 +385,7 @@ def _fp8_values(codes, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.cons
         if FNUZ:
             values = tl.where(codes == 0x80, float("nan"), values)
         else:
-            # What all bits of a magnitude would be.
+            # 0x7F is NaN, and would be 480 if it were a number.
             values = tl.where(tl.abs(values) == 480.0, float("nan"), values)
     return values
 
@@ -425,12 +425,18 @@ def _nvfp4_codes(x, g, BLOCK: tl.constexpr):
 
 @triton.jit
 def _e2m1_codes(magnitude):
-    """Codes 0 to 7 of magnitudes up to 6, in the last 4 bits; what is above them is not cleared.
+    """Codes 0 to 7 of magnitudes up to 6: bits 0 to 2 of the result. Bits 3 to 22 are 0.
 
-    The step between codes is 0.5 below 2, 1 below 4, else 2, and the codes of a range differ from
-    its count of steps by 0, 2 and 4. Added to ``2^23`` steps, and as many more, a magnitude leaves
-    its code in the last bits of a float32, rounded by the addition. What is added is ``2^22``,
-    ``2^23 + 2`` or ``2^24 + 8``, computed from the power of two at or below the magnitude.
+    A magnitude is added to a number whose unit in the last place is the step between codes there,
+    so that the addition rounds it to a code, ties to even:
+
+    ==========  =====  ============  =====================
+    magnitude   power  added         codes, steps counted
+    ==========  =====  ============  =====================
+    below 2     1      2^22          0 to 4, from 0
+    below 4     2      2^23 + 2      4 to 6, from 2
+    up to 6     4      2^24 + 8      6 and 7, from 4
+    ==========  =====  ============  =====================
     """
     power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     # 1 and less become a bit more than 1, of which the formula makes 2^22.

@@ -86,6 +86,8 @@ def quantize(
     """
     sources = [_readable(tensor) for tensor in tensors]
     multipliers = [scale.contiguous() for scale in scales]
+    if not _alike(*zip(sources, multipliers, strict=True)):
+        return None
     if outs is None:
         outs = targets = [
             _new_buffers(tensor.shape, kv_cache_dtype, tensor.device) for tensor in tensors
@@ -93,7 +95,7 @@ def quantize(
     else:
         targets = [_writable(out) for out in outs]
     parts = [_byte_views(target) for target in targets]
-    if len(sources) > 1 and not _alike(sources, scales, parts):
+    if not _alike(*parts):
         return None
     rows = _rows(sources[0], *parts[0])
     if rows.dims > _MOST_DIMS:
@@ -260,22 +262,12 @@ def _byte_views(buffers: OutBuffers | QuantizedKV) -> list[torch.Tensor]:
     return [part.view(torch.uint8) for part in parts if part is not None]
 
 
-def _alike(
-    sources: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    parts: Sequence[Sequence[torch.Tensor]],
-) -> bool:
-    """Whether K and V differ in nothing but where they are."""
-
-    def layouts(side: int) -> list[object]:
-        tensors = (sources[side], *parts[side])
-        return [
-            sources[side].dtype,
-            scales[side].shape,
-            *((tensor.shape, tensor.stride()) for tensor in tensors),
-        ]
-
-    return layouts(0) == layouts(1)
+def _alike(*sides: Sequence[torch.Tensor]) -> bool:
+    """Whether the tensors of K and those of V differ in nothing but where they are."""
+    first, *others = (
+        [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in side] for side in sides
+    )
+    return all(other == first for other in others)
 
 
 def _rows(*tensors: torch.Tensor) -> _Rows:
