@@ -491,6 +491,46 @@ def test_a_scheme_that_engines_do_not_serve(tmp_path: Path) -> None:
     assert "int8" in report.findings[0].message
 
 
+@pytest.mark.parametrize("method", [COMPRESSED_TENSORS, MODELOPT, {"quant_method": "fp8"}])
+def test_e5m2_is_refused_by_vllm_for_a_checkpoint_with_a_place_for_scales(
+    tmp_path: Path, method: Any
+) -> None:
+    folder = write(
+        tmp_path, {**attention_weights(2), **scales(SOUND)}, config(quantization_config=method)
+    )
+    found = only(scan_checkpoint(folder, kv_cache_dtype="fp8_e5m2"), "asked-format")
+    assert found.severity == "remark"
+    assert "fp8_e5m2 is asked for" in found.message
+    assert "vLLM 0.32.0 ends: fp8_e5m2 kv-cache is not supported" in found.message
+    for same in ("fp8", "fp8_e4m3", "auto", None):
+        report = scan_checkpoint(folder, kv_cache_dtype=same, device="gfx942")
+        assert "asked-format" not in {finding.kind for finding in report.findings}
+
+
+def test_e5m2_for_weights_alone_is_let_through(tmp_path: Path) -> None:
+    weights = {"quant_method": "compressed-tensors"}
+    folder = write(tmp_path, attention_weights(2), config(quantization_config=weights))
+    assert scan_checkpoint(folder, kv_cache_dtype="fp8_e5m2").findings == ()
+
+
+def test_a_format_that_is_not_the_declared_one(tmp_path: Path) -> None:
+    folder = write(tmp_path, {**attention_weights(2), **scales(SOUND)}, config())
+    found = only(scan_checkpoint(folder, kv_cache_dtype="nvfp4"), "asked-format")
+    assert found.severity == "remark"
+    assert "config.json: kv_cache_scheme declares" in found.message
+    assert '"num_bits": 8' in found.message
+    assert "nvfp4 is asked for" in found.message
+
+
+def test_nvfp4_of_modelopt_is_told_as_the_engines_columns_have_it(tmp_path: Path) -> None:
+    nvfp4 = {**MODELOPT, "quant_algo": "NVFP4", "kv_cache_scheme": "NVFP4"}
+    report = scan(tmp_path, SOUND, config(quantization_config=nvfp4))
+    found = only(report, "unserved-scheme")
+    assert all(verdict.finds for scale in report.scales for verdict in scale.engines)
+    assert "SGLang 0.5.23: it loads the scales, and serves an unquantized" in found.message
+    assert found.remedy.startswith("Serve it with vLLM, or export again")
+
+
 def test_zero_points(tmp_path: Path) -> None:
     zeros = scales({0: (0.0, 0.0)}, "model.layers.{i}.self_attn.{side}_zero_point")
     tensors = {**attention_weights(1), **scales({0: (0.05, 0.04)})}

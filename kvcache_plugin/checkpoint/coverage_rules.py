@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from kvcache_plugin.checkpoint.conventions import CONVENTIONS, MODELOPT
-from kvcache_plugin.checkpoint.engine_rules import RELEASES, not_served, verdicts
+from kvcache_plugin.checkpoint.engine_rules import RELEASES, not_served, refuses_format, verdicts
 from kvcache_plugin.checkpoint.evidence import count, names, some
 from kvcache_plugin.checkpoint.model_shape import MOST_LAYERS
 from kvcache_plugin.checkpoint.report import Finding
@@ -139,9 +139,39 @@ def unserved_scheme(evidence: Evidence) -> Iterator[Finding]:
             "unserved-scheme",
             "problem" if len(refusing) == len(reasons) else "remark",
             f"{scheme.where} declares {scheme.written}; {'; '.join(refusing)}",
-            "Export again with 8-bit float scales, static and symmetric, one for each layer, which "
-            "both engines serve",
+            _remedy_of_scheme([engine for engine, reason in reasons.items() if not reason]),
         )
+
+
+def asked_format(evidence: Evidence) -> Iterator[Finding]:
+    """A format that is asked for, where it is not the declared one or an engine refuses it."""
+    if not evidence.is_asked:
+        return
+    asked, scheme = evidence.kv_format, evidence.declaration.scheme
+    differs = scheme is not None and evidence.declared_format != asked
+    reasons = {
+        engine: refuses_format(engine, asked, evidence.declaration, evidence.shape)
+        for engine in RELEASES
+    }
+    refusing = [
+        f"{_release(engine)} ends: {reason}" for engine, reason in reasons.items() if reason
+    ]
+    if not differs and not refusing:
+        return
+    if scheme is not None and differs:
+        said = f"{scheme.where} declares {scheme.written}, and {asked} is asked for"
+        remedy = "Leave --kv-cache-dtype out, or export again for the format that is served"
+    else:
+        said = f"{asked} is asked for"
+        remedy = "Ask for fp8_e4m3"
+    if not refusing:
+        refusing = [f"engines serve {asked} with the scales that are there"]
+    yield Finding(
+        "asked-format",
+        "problem" if all(reasons.values()) else "remark",
+        f"{said}; {'; '.join(refusing)}",
+        remedy,
+    )
 
 
 def missing_layers(evidence: Evidence) -> Iterator[Finding]:
@@ -221,6 +251,7 @@ RULES: Final[tuple[Callable[[Evidence], Iterable[Finding]], ...]] = (
     no_such_layer,
     declared_absent,
     unserved_scheme,
+    asked_format,
     not_found,
     two_names,
     index,
@@ -268,6 +299,14 @@ _VERBS: Final[Mapping[Outcome, tuple[str, str]]] = {
 
 def _release(engine: str) -> str:
     return f"{engine} {RELEASES[engine]}"
+
+
+def _remedy_of_scheme(serving: Sequence[str]) -> str:
+    export = (
+        "xport again with 8-bit float scales, static and symmetric, one for each layer, which "
+        "both engines serve"
+    )
+    return f"Serve it with {' or '.join(serving)}, or e{export}" if serving else f"E{export}"
 
 
 def _remedy_of_names(scale: StoredScale, evidence: Evidence) -> str:

@@ -83,6 +83,11 @@ def not_served(engine: str, declaration: Declaration) -> str:
         if scheme.dynamic and engine == SGLANG:
             return "it takes static scales alone"
     elif method.startswith("modelopt"):
+        if engine == SGLANG and dtype == "nvfp4" and "FP4" in declaration.quant_algo:
+            return (
+                "it loads the scales, and serves an unquantized KV cache unless it is started with "
+                "--kv-cache-dtype nvfp4"
+            )
         if dtype not in _MODELOPT_DTYPES[engine]:
             return f"its modelopt loader does not take {dtype}"
     elif method == "quark":
@@ -91,6 +96,22 @@ def not_served(engine: str, declaration: Declaration) -> str:
         if scheme.strategy != "tensor":
             return f"it takes per_tensor alone, not {scheme.strategy or 'none'}"
     return ""
+
+
+def refuses_format(
+    engine: str, kv_cache_dtype: str, declaration: Declaration, shape: ModelShape
+) -> str:
+    """Why an engine does not start with a format and such a checkpoint; empty when it does."""
+    if engine != VLLM or kv_cache_dtype != "fp8_e5m2":
+        return ""
+    method = declaration.quant_method
+    if shape.is_mla and not method.startswith("modelopt"):
+        return ""
+    # compressed-tensors for weights alone has no place for scales, and is let through.
+    with_scales = method in ("fp8", "quark") or method.startswith("modelopt")
+    if method == "compressed-tensors":
+        with_scales = declaration.scheme is not None
+    return "fp8_e5m2 kv-cache is not supported with fp8 checkpoints" if with_scales else ""
 
 
 _STRATEGIES: Final = {VLLM: ("tensor", "attn_head"), SGLANG: ("tensor",)}

@@ -32,6 +32,8 @@ class Evidence:
     """All that a scan has seen.
 
     :param kv_format: the format that the layers were checked for.
+    :param declared_format: the declared one, as the device stores it; empty when none is.
+    :param is_asked: whether the format was asked for, and not taken from the checkpoint.
     :param owners: modules that weights belong to.
     :param attention: modules that have projections for K and V.
     :param not_in_index: scales that are in a file and not in the index.
@@ -51,6 +53,8 @@ class Evidence:
     not_in_index: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    declared_format: str = ""
+    is_asked: bool = False
 
     @property
     def calibrate(self) -> str:

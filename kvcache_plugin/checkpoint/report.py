@@ -36,6 +36,7 @@ KINDS: Final[Mapping[str, str]] = MappingProxyType(
         "undeclared": "there are scales, and no quantized KV cache is declared",
         "declarations-differ": "two declarations say different things",
         "unserved-scheme": "an engine does not serve the declared scheme",
+        "asked-format": "the asked format is not the declared one, or an engine refuses it",
         "not-found": "an engine's own loading does not bring a scale to its layer",
         "all-zero": "every scale is 0: the producer has not calibrated",
         "all-one": "every scale is exactly 1.0: the producer has not calibrated",

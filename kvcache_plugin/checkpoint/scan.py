@@ -88,6 +88,10 @@ def scan_checkpoint(
         not_in_index=tuple(collector.not_in_index),
         missing=tuple(collector.missing),
         skipped=tuple(skipped_with_scales(files)),
+        declared_format=formats.on_device(
+            declaration.scheme.kv_cache_dtype if declaration.scheme else "", hardware
+        ),
+        is_asked=asked is not None,
     )
     return CheckpointReport(
         path=files.path,
