@@ -220,6 +220,16 @@ def test_scale_tensors_of_every_floating_dtype(dtype: torch.dtype, name: str) ->
         assert kv.quantize_kv(values(), scale, name).scale.item() > 0
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1)])
+@every_format
+def test_one_scale_of_any_shape_is_the_same_scale(shape: tuple[int, ...], name: str) -> None:
+    expected = kv.quantize_kv(values(), torch.tensor([0.03125]), name)
+    for scale in (0.03125, torch.full(shape, 0.03125, dtype=torch.float64)):
+        got = kv.quantize_kv(values(), scale, name)
+        assert torch.equal(got.scale, expected.scale)
+        assert torch.equal(got.data.view(torch.uint8), expected.data.view(torch.uint8))
+
+
 @pytest.mark.parametrize(
     "shape",
     [(0,), (2,), (HEADS + 1,), (TOKENS,), (HEAD_DIM,), (HEADS, 1), (1, HEADS), (HEADS, 1, 1)],

@@ -570,6 +570,7 @@ WRONG: tuple[tuple[type[Right], str, str, str], ...] = (
     (DoublesTwice, FNUZ, "scale_conversion", r"k becomes \[0\.2\] instead of \[0\.1\]"),
     (DoublesTheDefault, FNUZ, "default_scales", r"k becomes \[2\.0\] instead of \[1\.0\]"),
     (DoublesNothing, FNUZ, "scale_conversion scale_conversion_per_head", r"k becomes \[0\.05\]"),
+    (ConvertsInPlace, FNUZ, "scale_conversion_per_head", r"changes the tensors that it is given"),
     (DoublesEachTimeMore, FNUZ, "scale_conversion_repeated", r"becomes \[.*\] instead of \["),
     (
         NarrowsBeforeItMultiplies,

@@ -55,7 +55,8 @@ def scale_conversion_repeated(trial: Trial) -> None:
 @check(_CONVERT, dtypes=(), takes=per_head)
 def scale_conversion_per_head(trial: Trial) -> None:
     """Scales of heads are converted like any, and those that are given stay as they are."""
-    k, v = answers.floats([0.05, 0.5, 4.0]), answers.floats([0.0123, 0.7, 1.0])
+    # float64, which reaches the hook without a copy.
+    k, v = (answers.floats(side).double() for side in ([0.05, 0.5, 4.0], [0.0123, 0.7, 1.0]))
     raw = k.clone(), v.clone()
     factor = _factor(trial)
     for what in ("scales per head", "scales per head that came before"):

@@ -15,7 +15,6 @@ from kvcache_plugin.conformance.surroundings import (
     host_left_alone,
     unchanged,
 )
-from kvcache_plugin.errors import KVQuantizeError
 
 if TYPE_CHECKING:
     from kvcache_plugin.conformance.trial import Trial
@@ -274,22 +273,6 @@ def new_results(trial: Trial) -> None:
 # Scales
 
 
-@check(_QUANTIZE)
-def scale_kinds(trial: Trial) -> None:
-    """A number, and a tensor of any floating dtype and of shape (), (1,) or (1, 1, 1)."""
-    x = trial.values(4, 4, 128)
-    value = 0.03125  # what each of the dtypes has
-    trial.quantize(x, value, "a number as scale")
-    for dtype, shape in (
-        (torch.float32, ()),
-        (torch.float64, (1,)),
-        (torch.bfloat16, (1, 1, 1)),
-        (torch.float16, (1,)),
-    ):
-        scale = trial.scale(value).to(dtype).view(shape)
-        trial.quantize(x, scale, f"a scale of {dtype}, shape {shape}")
-
-
 @check(_QUANTIZE, takes=per_head)
 def scale_per_head(trial: Trial) -> None:
     """One scale for each head, which goes along the last dimension but one."""
@@ -301,20 +284,6 @@ def scale_per_head(trial: Trial) -> None:
     trial.quantize(x, spread, "a scale per head, every second of a tensor")
     trial.quantize(x, trial.scale(0.02).expand(4), "a scale per head, expanded from one")
     trial.quantize(x.transpose(0, 1), trial.scale(*(0.01 * i for i in range(1, 7))), "transposed")
-
-
-@check(_QUANTIZE, dtypes=(torch.bfloat16,))
-def scale_elsewhere(trial: Trial) -> None:
-    """A scale on another device is a KVQuantizeError."""
-    x = trial.values(8, 4, 128)
-    elsewhere = {"meta", "cpu"} - {x.device.type}
-    for device in sorted(elsewhere):
-        scale = torch.ones(1, dtype=torch.float32, device=device)
-        try:
-            trial.candidate.quantize(x, scale, trial.kv_format)
-        except KVQuantizeError:
-            continue
-        trial.wrong(f"a scale on {device} for K or V on {x.device} is taken")
 
 
 # What surrounds the call
