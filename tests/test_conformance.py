@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -248,6 +249,35 @@ class FlushedSubnormals(ChangedCodes):
         return torch.where((data & 0x7F) < 8, data & 0x80, data)
 
 
+class NarrowsToBfloat16(Right):
+    """Has a kernel for bfloat16 alone."""
+
+    def codes(self, x: torch.Tensor, scale: torch.Tensor, name: str) -> kv.QuantizedKV:
+        return super().codes(x.bfloat16(), scale, name)
+
+
+class WholePrograms(ChangedCodes):
+    """Launches so many programs of 2048 codes as are full, or one."""
+
+    def changed(self, x: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        data = data.clone()
+        data.flatten()[max(1, data.numel() // 2048) * 2048 :] = 0
+        return data
+
+
+class RowsOfAPowerOfTwo(ChangedCodes):
+    """Loads no more of a row than the largest power of two that fits in it."""
+
+    def changed(self, x: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        data = data.clone()
+        data[..., power_of_two(data.shape[-1]) :] = 0
+        return data
+
+
+def power_of_two(length: int) -> int:
+    return 1 << (length.bit_length() - 1) if length else 0
+
+
 class SwappedNibbles(ChangedCodes):
     def changed(self, x: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         return data << 4 | data >> 4
@@ -309,6 +339,12 @@ class IgnoresStrides(Right):
         strides = torch.empty(x.shape, device="meta").stride()
         room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
         return x if room < x.numel() else x.as_strided(x.shape, strides)
+
+
+class OffsetsOf31Bits(Right):
+    def codes(self, x: torch.Tensor, scale: torch.Tensor, name: str) -> kv.QuantizedKV:
+        strides = [stride & 0x7FFFFFFF for stride in x.stride()]
+        return super().codes(x.as_strided(x.shape, strides), scale, name)
 
 
 class RaisesWithoutTokens(Right):
@@ -491,6 +527,60 @@ class OtherOrderOfProducts(Right):
         return (super().dequantize(unit, torch.float32) * steps).to(dtype)
 
 
+class DequantizesNothing(Right):
+    def dequantize(self, quantized: kv.QuantizedKV, dtype: torch.dtype) -> Any:
+        return None
+
+
+class DequantizesRowsOfAPowerOfTwo(Right):
+    def dequantize(self, quantized: kv.QuantizedKV, dtype: torch.dtype) -> Any:
+        values = super().dequantize(quantized, dtype)
+        values[..., power_of_two(values.shape[-1]) :] = 0
+        return values
+
+
+class IgnoresStridesOfCodes(Right):
+    def dequantize(self, quantized: kv.QuantizedKV, dtype: torch.dtype) -> Any:
+        return super().dequantize(
+            replace(quantized, data=IgnoresStrides.packed(quantized.data)), dtype
+        )
+
+
+class PadsRows(IgnoresStridesOfCodes):
+    """Gives rows with gaps, and does not expect them."""
+
+    def codes(self, x: torch.Tensor, scale: torch.Tensor, name: str) -> kv.QuantizedKV:
+        made = super().codes(x, scale, name)
+        room = torch.zeros(*made.data.shape[:-1], made.data.shape[-1] + 16, dtype=torch.uint8)
+        data = room.view(made.data.dtype)[..., : made.data.shape[-1]].copy_(made.data)
+        return replace(made, data=data)
+
+
+class FlushesSubnormalScales(Right):
+    def dequantize(self, quantized: kv.QuantizedKV, dtype: torch.dtype) -> Any:
+        scale = quantized.scale
+        flushed = scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 0.0)
+        return super().dequantize(replace(quantized, scale=flushed), dtype)
+
+
+class FirstHeadsScaleForAll(Right):
+    def dequantize(self, quantized: kv.QuantizedKV, dtype: torch.dtype) -> Any:
+        return super().dequantize(replace(quantized, scale=quantized.scale[:1]), dtype)
+
+
+class DequantizesInDefaultDtype(Right):
+    def dequantize(self, quantized: kv.QuantizedKV, dtype: torch.dtype) -> Any:
+        values = quantized.data.to(torch.get_default_dtype())
+        return (values * heads(quantized.scale).to(values.dtype)).to(dtype)
+
+
+class ReadsTheScaleOfCodes(Right):
+    def dequantize(self, quantized: kv.QuantizedKV, dtype: torch.dtype) -> Any:
+        if quantized.scale.numel() == 1 and quantized.scale.item() == 1:
+            return quantized.data.to(dtype)
+        return super().dequantize(quantized, dtype)
+
+
 class DequantizesInPlace(Right):
     def dequantize(self, quantized: kv.QuantizedKV, dtype: torch.dtype) -> Any:
         values = super().dequantize(quantized, dtype)
@@ -533,6 +623,9 @@ WRONG: tuple[tuple[type[Right], str, str, str], ...] = (
         "subnormals",
         r"0\.001953125, scale 1: got 0x00 \(0\), expected 0x01",
     ),
+    (NarrowsToBfloat16, E4M3, "random_patterns random_values", r"random bits: codes: "),
+    (WholePrograms, E4M3, "counts", r"shape \(4097, 1\): codes: 1 of 4097 differ"),
+    (RowsOfAPowerOfTwo, E4M3, "shapes", r"shape \(3, 2, 80\): codes: \d+ of 480 differ"),
     (SwappedNibbles, NVFP4, "worked_block plain", r"codes: \d+ of 16 differ"),
     (BlockScaleIsNotRounded, NVFP4, "random_values subnormals", r"global scale .*, block scale "),
     (BlocksOfThirtyTwo, NVFP4, "plain ties", r"block scales: \d+ of \d+ differ"),
@@ -540,6 +633,7 @@ WRONG: tuple[tuple[type[Right], str, str, str], ...] = (
     (ScaleAlongHeadDim, E4M3, "scale_per_head", r"shape \(4, 4, 4\): codes: "),
     (IgnoresStridesOfTheScale, E4M3, "scale_per_head", r"every second of a tensor: codes: "),
     (IgnoresStrides, E4M3, "strides", r"heads before tokens: codes: \d+ of 4096 differ"),
+    (OffsetsOf31Bits, E4M3, "far_rows", r"^rows far apart: codes: \d+ of 256 differ"),
     (RaisesWithoutTokens, E4M3, "empty", r"max\(\): Expected reduction dim"),
     (
         ChangesTheTensor,
@@ -579,6 +673,29 @@ WRONG: tuple[tuple[type[Right], str, str, str], ...] = (
         r"code 0x\w\w, scale 0\.1\d*: got ",
     ),
     (OtherOrderOfProducts, NVFP4, "dequantize_every_code", r"code 0x\w, block scale .*: got "),
+    (DequantizesNothing, E4M3, "dequantize_plain", r"passes, and this is what every"),
+    (
+        DequantizesRowsOfAPowerOfTwo,
+        NVFP4,
+        "dequantize_shapes",
+        r"shape \(3, 2, 40\): values: \d+ of 480 differ",
+    ),
+    (IgnoresStridesOfCodes, E4M3, "dequantize_strides", r"cache: rows with gaps: values: "),
+    (PadsRows, E4M3, "round_trip", r"its own codes: values: \d+ of 4096 differ"),
+    (FlushesSubnormalScales, E4M3, "dequantize_extreme_scales", r"scale \S+e-4\d: got -?0, "),
+    (FirstHeadsScaleForAll, E4M3, "dequantize_scale_per_head", r"scale 3: got "),
+    (
+        DequantizesInDefaultDtype,
+        E4M3,
+        "dequantize_any_default_dtype",
+        r"torch\.bfloat16 by default: values: ",
+    ),
+    (
+        ReadsTheScaleOfCodes,
+        E4M3,
+        "dequantize_host_not_asked",
+        r"codes: it reads a value .* \(aten::_local_scalar_dense\)",
+    ),
     (DequantizesInPlace, E4M3, "dequantize_given_unchanged", r"changes \d+ bytes of the data"),
     (NoNanCode, E4M3, "dequantize_known dequantize_every_code", r"got 480, expected nan"),
     (BrokenDescription, E4M3, "description", r"its describe_kv raised OSError: the driver does"),
@@ -595,6 +712,12 @@ def test_a_wrong_implementation_is_caught(
     assert set(found) == set(checks.split())
     messages = [message for check in found.values() for message in check]
     assert any(re.search(said, message) for message in messages), "\n".join(messages)
+
+
+def test_every_check_catches_a_wrong_implementation() -> None:
+    """Those that need a GPU have nothing to catch here."""
+    caught = {name for _, _, checks, _ in WRONG for name in checks.split()}
+    assert caught == {check.name for check in CHECKS if not check.only_gpu}
 
 
 def findings(
