@@ -792,12 +792,13 @@ def test_without_a_declared_tolerance_nothing_may_differ(name: str) -> None:
     ("every", "scales_every", "what"),
     [(16, 32, "codes one step off"), (64, 8, "block scales one step off")],
 )
-def test_more_than_declared_fails_where_fractions_are_judged(
+def test_more_than_declared_fails_where_enough_is_compared(
     every: int, scales_every: int, what: str
 ) -> None:
     found = findings(Approximate(every, scales_every, ROUGH), NVFP4)
-    assert set(found) == {"random_values"}
-    for message in found["random_values"]:
+    assert {"plain", "every_pattern", "random_values", "rare_values", "strides"} <= set(found)
+    assert not {"ties", "scaled_ties", "scale_conversion"} & set(found)
+    for message in (message for messages in found.values() for message in messages):
         assert re.match(rf"{what}, 0\.\d+ of them where describe_kv allows 0\.0[25]: ", message)
 
 

@@ -64,6 +64,8 @@ class Case:
         if self.check.only_exact and not is_exact(trial.tolerance):
             return Verdict((), 0, "only for implementations that declare no tolerance")
         self.check.function(trial)
+        if not self.check.close_calls:
+            trial.judge_fractions()
         compared = trial.codes.compared + trial.block_scales.compared
         return Verdict(tuple(trial.problems), compared, trial.left_out)
 

@@ -32,6 +32,8 @@ class Check:
         about memory, and are made of the formats that a plugin adds too.
     :param only_exact: whether it is left out where ``describe_kv`` declares a tolerance.
     :param only_gpu: whether tensors must be on a GPU.
+    :param close_calls: whether its inputs are picked to be close to call, so that it does not judge
+        the fractions of a tolerance.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Check:
     needs_reference: bool
     only_exact: bool
     only_gpu: bool
+    close_calls: bool
 
     def __str__(self) -> str:
         return self.name
@@ -55,6 +58,7 @@ def check(
     needs_reference: bool = True,
     only_exact: bool = False,
     only_gpu: bool = False,
+    close_calls: bool = False,
 ) -> Callable[[Function], Check]:
     """Make a check of a function, whose name it takes, and the first line of whose docstring."""
 
@@ -69,6 +73,7 @@ def check(
             needs_reference,
             only_exact,
             only_gpu,
+            close_calls,
         )
 
     return made
