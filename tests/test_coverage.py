@@ -39,7 +39,7 @@ def before(
 ) -> Load:
     """The step before the weights are read, for a folder with one file."""
     load = load or Load(str(folder))
-    gate.before_weights(load, layers, str(folder), [str(folder / "model.safetensors")])
+    gate.before_weights(load, layers, (str(folder), [str(folder / "model.safetensors")], True))
     return load
 
 
@@ -156,12 +156,19 @@ class TestBeforeTheWeights:
         (message,) = messages(caplog, logging.ERROR)
         assert "goes on as it would without the plugin" in message
 
+    def test_a_loader_that_prepares_something_else_stops_nothing(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        LoadGate(ENGINE, "strict").before_weights(Load("model"), [layer(0)], ("folder",))
+        (message,) = messages(caplog, logging.ERROR)
+        assert "goes on as it would without the plugin" in message
+
     def test_other_files_than_safetensors_are_not_read(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         gate, load = LoadGate(ENGINE, "strict"), Load("model")
         held = layer(0, 0.05, 0.06)
-        gate.before_weights(load, [held], str(tmp_path), None)
+        gate.before_weights(load, [held], (str(tmp_path), ["model.bin"], False))
         with gate.model([(torch.nn.Module(), held)], load=load):
             pass
         (line,) = messages(caplog, logging.INFO)
@@ -278,7 +285,7 @@ class TestCoverage:
         """Mistral's own format beside the usual one, say."""
         write_checkpoint(tmp_path, {0: (NAN, 0.06)})
         gate, load, held = LoadGate(ENGINE, "strict"), Load(str(tmp_path)), layer(0, 0.05, 0.06)
-        gate.before_weights(load, [held], str(tmp_path), ["consolidated.safetensors"])
+        gate.before_weights(load, [held], (str(tmp_path), ["consolidated.safetensors"], True))
         with gate.model([(torch.nn.Module(), held)], load=load):
             pass
         (line,) = messages(caplog, logging.INFO)

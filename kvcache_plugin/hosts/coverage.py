@@ -66,6 +66,16 @@ class LostScale:
     reason: str
 
 
+def files_of(prepared: Sequence[Any]) -> tuple[str, tuple[str, ...] | None]:
+    """The folder and the safetensors files in what both engines' loaders prepare.
+
+    :param prepared: a folder, its files, whether they are safetensors, and perhaps more.
+    :returns: ``None`` for the files where they are others.
+    """
+    folder, files, are_safetensors, *_ = prepared
+    return str(folder), tuple(map(str, files)) if are_safetensors else None
+
+
 def read_stored(
     folder: str, files: Iterable[str], *, kv_cache_dtype: str, device: torch.device
 ) -> StoredScales:

@@ -21,6 +21,7 @@ from kvcache_plugin.hosts.coverage import (
     as_loaded,
     assign,
     describe,
+    files_of,
     lost_scales,
     read_stored,
 )
@@ -29,7 +30,7 @@ from kvcache_plugin.scales import KVScales
 from kvcache_plugin.settings import COVERAGE, MODE, REPORT, read_settings, report_problems
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -116,24 +117,20 @@ class LoadGate:
         self._processed: WeakSet[torch.nn.Module] = WeakSet()
 
     def before_weights(
-        self, load: Load, layers: Sequence[LoadedScales], folder: str, files: Iterable[str] | None
+        self, load: Load, layers: Sequence[LoadedScales], prepared: Sequence[Any]
     ) -> None:
         """Check the scales in the files before the engine reads the first weight.
 
         What is not certain from the files alone is left to the check after loading.
 
         :param layers: all layers with a quantized cache.
-        :param folder: where the engine found the checkpoint.
-        :param files: the safetensors files that it is about to read, ``None`` when it reads others.
+        :param prepared: what the engine's loader is about to read, see ``files_of``.
         :raises KVScaleError: in strict mode, listing every corrupt layer.
         """
         if not layers:
             return
-        if files is None:
-            load.not_checked = "the weights are no safetensors files"
-            return
         reading = "reading the K/V scales of the files"
-        stored = self.guarded(reading, self._read, load, layers[0], folder, files)
+        stored = self.guarded(reading, self._read, load, layers[0], prepared)
         if stored is None:
             load.not_checked = load.not_checked or "reading the files failed"
             return
@@ -174,8 +171,10 @@ class LoadGate:
             looking = "comparing the K/V scales of the files with those of the layers"
             lost = self.guarded(looking, self._lost, load, all_layers) or ()
             facts = self.guarded(_GATHERING, self._facts, load, all_layers, verdicts, lost)
-            self._announce_model(facts or LoadFacts(), len(layers), len(bare))
-            self._judge_model(verdicts, facts or LoadFacts(), load or Load())
+            known, facts = load or Load(), facts or LoadFacts()
+            summing_up = "summing a load up"
+            self.guarded(summing_up, self._announce_model, facts, known, len(layers), len(bare))
+            self._judge_model(verdicts, facts, known)
             yield
         finally:
             self._verdicts.clear()
@@ -229,8 +228,12 @@ class LoadGate:
     # The files
 
     def _read(
-        self, load: Load, layer: LoadedScales, folder: str, files: Iterable[str]
+        self, load: Load, layer: LoadedScales, prepared: Sequence[Any]
     ) -> StoredScales | None:
+        folder, files = files_of(prepared)
+        if files is None:
+            load.not_checked = "the weights are no safetensors files"
+            return None
         try:
             return read_stored(
                 folder, files, kv_cache_dtype=layer.kv_cache_dtype, device=layer.device
@@ -349,7 +352,7 @@ class LoadGate:
         )
         return replace(facts, coverage=_coverage(load, layers, lost), lost=lost)
 
-    def _announce_model(self, facts: LoadFacts, layers: int, bare: int) -> None:
+    def _announce_model(self, facts: LoadFacts, load: Load, layers: int, bare: int) -> None:
         if layers:
             self._announce(facts.summary)
         elif bare:
@@ -359,7 +362,8 @@ class LoadGate:
                 f"place for scales in {all_of_them}, which run with 1.0; {facts.coverage}"
             )
         elif not self._announced and not self._failures:
-            self._announce("found no layer with K/V scales for a quantized KV cache")
+            why = f"; {load.not_checked}" if load.not_checked else ""
+            self._announce(f"found no layer with K/V scales for a quantized KV cache{why}")
 
     def _announce(self, what: str) -> None:
         """Say, in the engine's log, that the plugin is at work; the same thing once."""

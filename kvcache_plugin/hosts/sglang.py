@@ -135,9 +135,7 @@ class _Adapter:
         if self._loading is not None and model is not None:
             guarded, find = self._gate.guarded, self._quantized_layers
             layers = guarded("looking for quantized caches", find, model)
-            folder, files, are_safetensors, *_ = prepared
-            known = files if are_safetensors else None
-            self._gate.before_weights(self._loading[1], layers or [], folder, known)
+            self._gate.before_weights(self._loading[1], layers or [], prepared)
         return prepared
 
     def process_model(

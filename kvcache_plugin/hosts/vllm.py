@@ -193,9 +193,7 @@ class _Adapter:
                 model, load = self._loading
                 find = self._quantized_layers
                 layers = self._gate.guarded("looking for quantized caches", find, model)
-                folder, files, are_safetensors, *_ = prepared
-                known = files if are_safetensors else None
-                self._gate.before_weights(load, layers or [], folder, known)
+                self._gate.before_weights(load, layers or [], prepared)
             return prepared
 
         cls._prepare_weights = _prepare_weights

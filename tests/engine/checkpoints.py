@@ -46,10 +46,12 @@ class Checkpoint:
     strategy: Strategy = "tensor"
     scale_name: str = SCALE_NAME
     declared: Mapping[str, object] | None = None
+    linked: bool = False
+    """Whether its file is a link out of its folder: engines follow it, and scans do not."""
 
     def write(self, parent: Path) -> Path:
         """Writes it into ``parent / name`` and returns that folder."""
-        return write_checkpoint(
+        folder = write_checkpoint(
             parent / self.name,
             self.scales,
             num_hidden_layers=self.num_hidden_layers,
@@ -59,6 +61,10 @@ class Checkpoint:
             scale_name=self.scale_name,
             declared=self.declared,
         )
+        if self.linked:
+            file = folder / "model.safetensors"
+            file.symlink_to(file.rename(parent / f"{self.name}.safetensors"))
+        return folder
 
 
 def write_checkpoint(

@@ -112,6 +112,7 @@ class Runner:
         kv_cache_dtype: str | None = None,
         own_logging: bool = False,
         site: Sequence[Path] = (),
+        env: Mapping[str, str] | None = None,
     ) -> Run:
         """Serves ``checkpoint``, or hands on what came of it the last time.
 
@@ -120,10 +121,12 @@ class Runner:
         :param kv_cache_dtype: the engine's own name for it; FP8 e4m3 if left out.
         :param own_logging: whether the engine logs in its own format, which may not name levels.
         :param site: further folders of installed packages.
+        :param env: further switches.
         """
         paths = ((self.plugin_site,) if plugin else ()) + tuple(site)
-        key = (checkpoint.name, paths, mode, kv_cache_dtype, own_logging)
-        env = {} if mode is None else {"KVCACHE_PLUGIN_MODE": mode}
+        env = dict(env or {}) | ({} if mode is None else {"KVCACHE_PLUGIN_MODE": mode})
+        further = tuple(sorted(env.items()))
+        key = (checkpoint.name, paths, further, kv_cache_dtype, own_logging)
         if own_logging:
             env |= {"VLLM_LOGGING_CONFIG_PATH": "", "SGLANG_LOGGING_CONFIG_PATH": ""}
         if key not in self._runs:
