@@ -185,7 +185,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
         for problem in found.problems:
             print(f"problem: {problem}")
         if not found.problems:
-            print("no problem found")
+            is_here = any(engine.version for engine in found.engines)
+            print("no problem found" + (", and no engine either" if not is_here else ""))
     return WRONG if found.problems else FINE
 
 
@@ -222,7 +223,7 @@ def _print_check(result: Check) -> None:
         print_line(line, _STYLES.get(line.partition(" ")[0], ""))
     rows = rows_of(report)
     if rows:
-        print_table(*text.table(report, rows))
+        print_table(*text.table(report, rows), whole=text.WHOLE)
         print()
         for line in spark_lines(rows, characters_for(sys.stdout.encoding)):
             print(line)
@@ -244,7 +245,7 @@ def _print_comparison(comparison: Comparison) -> None:
 
     print(f"against {shown(comparison.path)}, layers by {comparison.matched_by}:")
     if rows := text.comparison_rows(comparison):
-        print_table(text.COMPARISON, rows)
+        print_table(text.COMPARISON, rows, whole=text.WHOLE)
     for side in (comparison.k, comparison.v):
         print(side)
     print()

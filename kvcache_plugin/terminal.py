@@ -8,13 +8,22 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
+#: Columns of a terminal that no table fills.
+_WIDE: Final = 100_000
 #: Fewer files are read before anybody has seen a bar.
 _MANY_FILES: Final = 8
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, whole: Collection[str] = ()
+) -> None:
+    """Print a table; on a terminal that is too narrow its cells are broken into lines.
+
+    :param whole: columns whose cells are not broken; where there is one, no word is broken either,
+        and a table that is too wide for that is printed as text.
+    """
     try:
         from rich.console import Console
         from rich.table import Table
@@ -23,11 +32,14 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column in whole)
     for row in rows:
         table.add_row(*row)
     console = Console(markup=False, emoji=False, highlight=False)
-    if console.is_terminal:
+    # Measured for a wide terminal: for a narrow one rich breaks words.
+    unlimited = console.options.update(width=_WIDE)
+    fits = not whole or console.measure(table, options=unlimited).minimum <= console.width
+    if console.is_terminal and fits:
         console.print(table)
     else:
         _print_plain_table(columns, rows)

@@ -104,7 +104,7 @@ def test_a_sound_checkpoint(check: Any) -> None:
         "source",
         "vLLM 0.32.0",
         "SGLang 0.5.23",
-        "found",
+        "problem",
     ]
     assert row(printed, "model.layers.3.self_attn")[1:] == [
         "0.0547",
@@ -116,7 +116,7 @@ def test_a_sound_checkpoint(check: Any) -> None:
     ]
     assert lines[-1].startswith("8 layers with K/V scales in 1 file, checked for fp8_e4m3")
     assert lines[-3].startswith("declared: fp8_e4m3 in config.json: kv_cache_scheme = {")
-    assert "problem" not in "".join(lines[:-1])
+    assert "problem" not in "".join(lines[1:-1])
 
 
 def test_problems_come_first_and_the_summary_last(check: Any) -> None:
@@ -147,6 +147,12 @@ def test_findings_that_are_alike_go_together(check: Any) -> None:
     assert "and 4 more like it, which the table has" in printed
     assert printed.count("what to do: Calibrate") == 1
     assert sum(line.endswith("corrupt-scale") for line in printed.splitlines()) == 1 + 14
+
+
+def test_a_message_does_not_begin_with_a_bare_number(check: Any) -> None:
+    _, printed = check(checkpoint("zeros", dict.fromkeys(range(3), (0.0, 0.0))))
+    assert "\n  model.layers.{0-2}.self_attn: every K and V scale is 0" in printed
+    assert row(printed, "model.layers.1.self_attn")[-1] == "all-zero"
 
 
 def test_what_engines_would_find(check: Any) -> None:
@@ -637,6 +643,15 @@ def test_a_terminal_gets_colours_a_table_and_a_bar() -> None:
     status, printed = in_a_terminal(sys.executable, "-m", "kvcache_plugin", "check", "Llama-FP8")
     assert status == cli.FINE
     assert "reading headers" not in printed
+
+
+@pytest.mark.parametrize("width", ["80", "120"])
+def test_no_name_is_broken_on_a_narrow_terminal(width: str) -> None:
+    command = (sys.executable, "-m", "kvcache_plugin", "check", "Llama-FP8-broken")
+    _, printed = in_a_terminal(*command, COLUMNS=width)
+    assert re.search(
+        r"^model\.layers\.2\.self_attn .* default 1\.0 .* missing-layers", printed, re.MULTILINE
+    )
 
 
 def test_a_terminal_without_rich_gets_a_counter() -> None:

@@ -531,6 +531,18 @@ def test_nvfp4_of_modelopt_is_told_as_the_engines_columns_have_it(tmp_path: Path
     assert found.remedy.startswith("Serve it with vLLM, or export again")
 
 
+def test_a_marker_is_told_from_what_is_not_stored(tmp_path: Path) -> None:
+    found = only(scan(tmp_path, {0: (-1.0, float("inf"))}), "corrupt-scale")
+    assert "k_scale=-1.0 (which engines take for unset) v_scale=inf" in found.message
+    assert (found.side, found.value) == ("v", float("inf"))
+
+
+@pytest.mark.parametrize(("number", "kind"), [(0.0, "all-zero"), (1.0, "all-one")])
+def test_what_all_layers_have_is_told_of_each(tmp_path: Path, number: float, kind: str) -> None:
+    report = scan(tmp_path, dict.fromkeys(range(3), (number, number)))
+    assert only(report, kind).layers == tuple(layer.layer for layer in report.layers)
+
+
 def test_zero_points(tmp_path: Path) -> None:
     zeros = scales({0: (0.0, 0.0)}, "model.layers.{i}.self_attn.{side}_zero_point")
     tensors = {**attention_weights(1), **scales({0: (0.05, 0.04)})}

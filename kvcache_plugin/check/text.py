@@ -22,6 +22,11 @@ if TYPE_CHECKING:
         Values,
     )
 
+#: The title of the last column.
+PROBLEM: Final = "problem"
+#: Columns of names, which are read, searched and copied whole.
+WHOLE: Final = ("layer", PROBLEM)
+
 #: Of findings that differ in their layer alone.
 _MOST_ALIKE: Final = 10
 
@@ -52,7 +57,7 @@ def table(report: CheckpointReport, rows: Sequence[Row]) -> tuple[list[str], lis
     columns = ["layer", "K scale", "V scale"]
     if converted:
         columns += [f"K on {report.device}", f"V on {report.device}"]
-    columns += ["source", *(f"{engine} {release}" for engine, release in RELEASES.items()), "found"]
+    columns += ["source", *(f"{engine} {release}" for engine, release in RELEASES.items()), PROBLEM]
     return columns, [_cells(row, converted) for row in rows]
 
 
@@ -103,7 +108,8 @@ def _compared(pair: PairComparison) -> list[str]:
 def _about(finding: Finding) -> str:
     parts = [shorten(finding.layers)] if finding.layers else []
     parts += [finding.side.upper()] if finding.side else []
-    parts += [] if finding.value is None else [number(finding.value)]
+    # A number without a side is in the message.
+    parts += [number(finding.value)] if finding.side and finding.value is not None else []
     return ", ".join(parts)
 
 
@@ -118,7 +124,7 @@ def _cells(row: Row, converted: bool) -> list[str]:
         *served,
         _source(layer),
         *(_engine(layer, position) for position in range(len(RELEASES))),
-        ", ".join([*row.problems, *row.remarks]) or "-",
+        ", ".join([*row.problems, *(f"({kind})" for kind in row.remarks)]) or "-",
     ]
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from kvcache_plugin.device import Device
     from kvcache_plugin.scales import Granularity
 
-#: What both engines take for "not loaded", wherever it comes from.
-_MARKER: Final = -1.0
 _INDEX: Final = re.compile(r"(?P<stack>.*)\.(?P<index>\d{1,9})(?:\..*)?")
 #: How the names of stacks of draft layers begin.
 _DRAFTS: Final = ("mtp", "draft", "eagle", "nextn", "medusa", "speculator")
@@ -84,7 +82,7 @@ class Judge:
                 num_kv_heads=heads,
             )
         except KVScaleError as error:
-            problem = error.problem or str(error)
+            problem = _with_markers(error.problem or str(error), layer)
             return replace(layer, refusal=problem, refused_as=_kind(k, v, granularity, heads))
         return replace(
             layer,
@@ -165,13 +163,24 @@ def _kind(
     return "corrupt-scale" if all(fits) else "wrong-shape"
 
 
+def _with_markers(problem: str, layer: LayerScales) -> str:
+    """The problem of a pair, with what is stored where the rules were told that nothing is."""
+    for side, scale in (("k", layer.stored_k), ("v", layer.stored_v)):
+        if scale is not None and scale.is_marker:
+            problem = problem.replace(
+                f"{side}_scale=unset",
+                f"{side}_scale={scale.values[0]!r} (which engines take for unset)",
+            )
+    return problem
+
+
 def _raw(scale: FoundScale | None) -> torch.Tensor | None:
     """A multiplier as the rules take it, ``None`` where it counts as not loaded."""
     if scale is None or scale.tensor is None or not holds_numbers(scale.tensor.dtype):
         return scale.tensor if scale else None
-    tensor = scale.tensor.double()
-    if tensor.numel() and bool((tensor == _MARKER).all()):
+    if scale.stored.is_marker:
         return None
+    tensor = scale.tensor.double()
     return tensor.reciprocal() if scale.stored.meaning == "reciprocal" else tensor
 
 

@@ -112,6 +112,11 @@ class StoredScale:
     meaning: Meaning
     engines: tuple[EngineVerdict, ...] = ()
 
+    @property
+    def is_marker(self) -> bool:
+        """Whether it is -1, which both engines take for "not loaded", wherever it comes from."""
+        return bool(self.values) and all(value == -1.0 for value in self.values)
+
 
 @dataclass(frozen=True)
 class LayerScales:

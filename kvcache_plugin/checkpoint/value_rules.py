@@ -53,6 +53,7 @@ def all_zero(evidence: Evidence) -> Iterator[Finding]:
             "problem",
             "every K and V scale is 0, so they count as absent and 1.0 is used",
             _remedy_of_zeros(evidence),
+            names(evidence.layers),
             value=0.0,
         )
 
@@ -85,6 +86,7 @@ def all_one(evidence: Evidence) -> Iterator[Finding]:
             "remark",
             "every K and V scale is exactly 1.0, as ModelOpt's cast modes mean it",
             "For calibrated scales export again with hf_ptq.py --kv_cache_qformat fp8",
+            names(evidence.layers),
             value=1.0,
         )
         return
@@ -97,6 +99,7 @@ def all_one(evidence: Evidence) -> Iterator[Finding]:
         "problem",
         "every K and V scale is exactly 1.0, which no calibration gives",
         clamped if producer.name == MODELOPT else evidence.calibrate,
+        names(evidence.layers),
         value=1.0,
     )
 
@@ -277,7 +280,7 @@ def _culprit(layer: LayerScales) -> tuple[str, float | None]:
     bad = [
         (side, value)
         for side, scale in (("k", layer.stored_k), ("v", layer.stored_v))
-        if scale is not None
+        if scale is not None and not scale.is_marker
         for value in scale.values
         if not 1 / _FLOAT32_MAX <= value <= _FLOAT32_MAX
     ]
