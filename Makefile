@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 
 .PHONY: demo test engine-test lint bench fuzz clean
 
-demo: $(VENV)/ready
+demo: $(VENV)/installed
 	$(BIN)/kvcache-plugin demo
 
 test: $(VENV)/ready
@@ -38,8 +38,12 @@ fuzz: $(VENV)/ready
 clean:
 	rm -rf $(VENV) build *.egg-info
 
-$(VENV)/ready: pyproject.toml
+$(VENV)/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install "$(TORCH)"
-	$(BIN)/pip install --editable ".[cli,test]"
+	$(BIN)/pip install --quiet --editable ".[cli]"
+	touch $@
+
+$(VENV)/ready: $(VENV)/installed
+	$(BIN)/pip install --quiet --editable ".[cli,test]"
 	touch $@

@@ -272,6 +272,16 @@ class TestDoctor:
     def test_all_fits(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.problems(capsys) == (cli.FINE, [])
 
+    @pytest.mark.usefixtures("vllm")
+    def test_the_last_line_with_an_engine(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["doctor"]) == cli.FINE
+        assert capsys.readouterr().out.splitlines()[-1] == "no problem found"
+
+    def test_the_last_line_without_an_engine(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["doctor"]) == cli.FINE
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last == "no problem found, and no engine either"
+
     def test_a_seam_is_missing(self, vllm: Any, capsys: pytest.CaptureFixture[str]) -> None:
         seam_file(vllm, seams.VLLM_MODEL).write_text("", encoding="utf-8")
         status, problems = self.problems(capsys)
