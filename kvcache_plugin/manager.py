@@ -31,7 +31,7 @@ from kvcache_plugin.plugins import (
     subset,
     wraps,
 )
-from kvcache_plugin.serving import HookCall, Serving
+from kvcache_plugin.serving import HookCall, Refusal, Serving
 from kvcache_plugin.settings import BLOCK, read_settings, report_problems
 
 if TYPE_CHECKING:
@@ -91,12 +91,14 @@ class Explanation:
 
     :param chosen_for: the hooks that it is called for first.
     :param reason: why it is chosen, comes later, or does not take part.
+    :param is_broken: whether it takes no part because it, or its ``supports_kv``, does not work.
     """
 
     name: str
     distribution: str
     chosen_for: tuple[str, ...]
     reason: str
+    is_broken: bool = False
 
     @property
     def chosen(self) -> bool:
@@ -307,26 +309,36 @@ class Manager:
 
     def describe(self, name: str, device: Device, kv_cache_dtype: str) -> KVDescription:
         """What an implementation says of itself; its docstring stands in for a broken answer."""
-        description, problem = KVDescription(), ""
-        try:
-            answer = self._ask(DESCRIBE, name, device, kv_cache_dtype)
-            if isinstance(answer, KVDescription):
-                description = answer
-            elif answer is not None:
-                problem = f"its describe_kv answered {answer!r} instead of a KVDescription"
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            problem = f"its describe_kv raised {one_line(error)}"
+        description, problem = self._description(name, device, kv_cache_dtype)
         how = description.how.strip().rstrip(".") or self._loaded(name).summary
         return replace(description, how="; ".join(filter(None, (how, problem))))
 
+    def description_problem(self, name: str, device: Device, kv_cache_dtype: str) -> str:
+        """What is wrong with the answer of its ``describe_kv``; empty where nothing is."""
+        return self._description(name, device, kv_cache_dtype)[1]
+
+    def _description(
+        self, name: str, device: Device, kv_cache_dtype: str
+    ) -> tuple[KVDescription, str]:
+        """The answer of its ``describe_kv``, and what is wrong with it."""
+        try:
+            answer = self._ask(DESCRIBE, name, device, kv_cache_dtype)
+            if isinstance(answer, KVDescription):
+                return answer, ""
+            problem = f"its describe_kv answered {answer!r} instead of a KVDescription"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return KVDescription(), f"its describe_kv raised {one_line(error)}"
+        return KVDescription(), "" if answer is None else problem
+
     def _explain_one(self, found: Implementation, serving: Serving) -> Explanation:
         if found.left_out:
-            return Explanation(found.name, found.distribution, (), found.left_out)
+            refusal = Refusal(found.left_out, found.is_broken)
+            return Explanation(found.name, found.distribution, (), *refusal)
         if found.name in serving.unsupported:
-            reason = serving.unsupported[found.name]
-            return Explanation(found.name, found.distribution, (), reason)
+            refusal = serving.unsupported[found.name]
+            return Explanation(found.name, found.distribution, (), *refusal)
         chosen_for, reasons = [], []
         before: dict[str, list[str]] = {}
         for hook in SELECTED_HOOKS:
@@ -373,9 +385,11 @@ class Manager:
     def _new_selection(self, device: Device, kv_cache_dtype: str) -> Serving:
         unsupported = {}
         for impl in self._plugins.hook.supports_kv.get_hookimpls():
-            reason = "" if wraps(impl) else self._why_not(impl.plugin_name, device, kv_cache_dtype)
-            if reason:
-                unsupported[impl.plugin_name] = reason
+            if wraps(impl):
+                continue
+            refusal = self._why_not(impl.plugin_name, device, kv_cache_dtype)
+            if refusal is not None:
+                unsupported[impl.plugin_name] = refusal
         # Whoever comes first for quantize_kv decides how K and V are written, and so does a wrapper
         # of it: the quantize_kv_pair of another plugin would pass them by.
         writers = [
@@ -413,8 +427,8 @@ class Manager:
 
         return HookCall(hook, plugins, note)
 
-    def _why_not(self, name: str, device: Device, kv_cache_dtype: str) -> str:
-        """Why an implementation does not serve the device and format; empty when it does."""
+    def _why_not(self, name: str, device: Device, kv_cache_dtype: str) -> Refusal | None:
+        """Why an implementation does not serve the device and format; ``None`` when it does."""
         try:
             answer = self._ask(SUPPORTS, name, device, kv_cache_dtype)
         except KeyboardInterrupt:
@@ -428,12 +442,13 @@ class Manager:
                 one_line(error),
                 exc_info=error,
             )
-            return f"its supports_kv raised {one_line(error)}"
+            return Refusal(f"its supports_kv raised {one_line(error)}", is_broken=True)
         if answer is True:
-            return ""
+            return None
         if isinstance(answer, str) and answer:
-            return answer
-        return f"its supports_kv answered {answer!r} instead of True or the reason why not"
+            return Refusal(answer)
+        problem = f"its supports_kv answered {answer!r} instead of True or the reason why not"
+        return Refusal(problem, is_broken=True)
 
     def _ask(self, hook: str, name: str, device: Device, kv_cache_dtype: str) -> object:
         """What one plugin answers to a hook that collects answers; ``None`` for nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcache_plugin import hookspecs
 from kvcache_plugin.plugins import PAIR, call_order, raised_by, wraps
@@ -63,6 +63,16 @@ class HookCall:
             raise
 
 
+class Refusal(NamedTuple):
+    """Why a plugin does not serve a device and format.
+
+    :param is_broken: whether its ``supports_kv`` failed to say, and did not say no.
+    """
+
+    reason: str
+    is_broken: bool = False
+
+
 @dataclass(frozen=True)
 class Serving:
     """The plugins that serve one device and format, and why the others do not.
@@ -73,7 +83,7 @@ class Serving:
     device: Device
     kv_format: KVFormat
     plugins: pluggy.PluginManager
-    unsupported: Mapping[str, str]
+    unsupported: Mapping[str, Refusal]
     validate: HookCall
     quantize: HookCall
     pair: HookCall | None

@@ -983,6 +983,22 @@ def test_nothing_passes_because_nothing_was_looked_at(
         cases(Candidate.of(implementation), names)
 
 
+class SaysSo(ServesOne):
+    """What it says of itself begins as what is said of a broken one."""
+
+    @kv.hookimpl
+    def supports_kv(self, kv_cache_dtype: str) -> bool | str:
+        return kv_cache_dtype == E4M3 or "its supports_kv takes fp8_e4m3 alone"
+
+    @kv.hookimpl
+    def describe_kv(self) -> kv.KVDescription:
+        return kv.KVDescription("As the reference, which its describe_kv says")
+
+
+def test_words_alone_do_not_make_it_broken() -> None:
+    assert findings(SaysSo(), checks=["description", "plain"]) == {}
+
+
 class Halves:
     """Adds a format: float16 of the values over the scale, for a head_dim that is even."""
 

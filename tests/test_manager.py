@@ -228,7 +228,16 @@ def test_an_answer_that_is_none_leaves_it_out(
     plugin = register(Quantizer(supports=answer), "vendor")
     assert _quantize().data.dtype == torch.float8_e4m3fn
     assert plugin.calls == 0
-    assert (_row("vendor").reason, _row("vendor").chosen_for) == (reason, ())
+    row = _row("vendor")
+    assert (row.reason, row.chosen_for, row.is_broken) == (reason, (), True)
+
+
+@pytest.mark.parametrize("supports", [True, "its supports_kv needs firmware 7"])
+def test_one_that_says_whether_it_serves_is_not_broken(
+    register: Register, supports: object
+) -> None:
+    register(Quantizer(supports=supports), "vendor")
+    assert not _row("vendor").is_broken
 
 
 def test_supports_kv_that_raises_is_logged_once_for_each_device_and_format(

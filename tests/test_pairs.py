@@ -411,6 +411,10 @@ def test_the_docstring_stands_in_for_a_description(
 ) -> None:
     register(Described(answer), "described")
     assert _row("described").reason == f"Quantizes by hand{problem}"
+    manager = Manager()
+    manager.register(Described(answer), "described")
+    found = manager.description_problem("described", CPU, "fp8_e4m3")
+    assert found == problem.removeprefix("; ")
 
 
 def test_an_interrupt_of_describe_kv_goes_up(register: Register) -> None:

@@ -11,7 +11,6 @@ from kvcache_plugin.device import Device
 from kvcache_plugin.errors import NoImplementationError
 from kvcache_plugin.hookspecs import hookimpl
 from kvcache_plugin.manager import Manager
-from kvcache_plugin.plugins import SUPPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -106,12 +105,16 @@ class Candidate:
 
     def unclear(self, kv_format: KVFormat) -> str:
         """How its ``supports_kv`` fails to say whether it serves a format; empty where it says."""
-        reason = self.why_not(kv_format)
-        return reason if reason.startswith(f"its {SUPPORTS} ") else ""
+        explanation = self._explanation(kv_format)
+        return explanation.reason if explanation.is_broken else ""
 
     def describe(self, kv_format: KVFormat) -> KVDescription:
         """What it says of itself for a format."""
         return self._manager.describe(self.name, self.device, kv_format.name)
+
+    def description_problem(self, kv_format: KVFormat) -> str:
+        """What is wrong with the answer of its ``describe_kv``; empty where nothing is."""
+        return self._manager.description_problem(self.name, self.device, kv_format.name)
 
     def _explanation(self, kv_format: KVFormat) -> Explanation:
         rows = self._manager.explain(self.device, kv_format.name)

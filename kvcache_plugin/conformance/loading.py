@@ -8,7 +8,6 @@ import torch
 
 from kvcache_plugin.conformance import answers
 from kvcache_plugin.conformance.checks import check, per_head
-from kvcache_plugin.plugins import DESCRIBE
 
 if TYPE_CHECKING:
     from kvcache_plugin.arguments import Scale
@@ -24,9 +23,9 @@ _K, _V = 0.05, 0.0123
 @check(dtypes=(), needs_reference=False)
 def description(trial: Trial) -> None:
     """What describe_kv answers is a KVDescription, where it is there."""
-    how = trial.candidate.describe(trial.kv_format).how
-    if f"its {DESCRIBE} " in how:
-        trial.wrong(how)
+    problem = trial.candidate.description_problem(trial.kv_format)
+    if problem:
+        trial.wrong(problem)
 
 
 @check(_CONVERT, dtypes=())
