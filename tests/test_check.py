@@ -550,7 +550,7 @@ def test_layers_without_a_common_number_are_named(check: Any) -> None:
         (["Llama-FP8", "--plot", "x.pdf"], "--plot x.pdf: a picture is a file that ends with .png"),
         (["Llama-FP8", "--plot", "x"], "--plot x: a picture is a file that ends with .png or .svg"),
         (["Llama-FP8", "--plot", "no/x.png"], "no/x.png: it cannot be written: No such file"),
-        (["Llama-FP8/config.json"], "it is no .safetensors file"),
+        (["Llama-FP8/config.json"], "Llama-FP8/config.json: it is no .safetensors file"),
     ],
 )
 def test_what_cannot_be_done_is_2_and_one_line(
@@ -570,6 +570,13 @@ def test_a_damaged_file_is_2(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "no sound safetensors file" in printed.err
+    assert printed.err.startswith("kvcache-plugin: Llama-FP8/model.safetensors: ")
+    assert cli.main(["check", "Llama-FP8/model.safetensors"]) == cli.MISUSED
+    assert capsys.readouterr().err == printed.err
+    assert cli.main(["check", "./no/such/place"]) == cli.MISUSED
+    assert capsys.readouterr().err == (
+        "kvcache-plugin: ./no/such/place: there is no such file or folder\n"
+    )
 
 
 def test_without_matplotlib_it_says_how_to_get_it(

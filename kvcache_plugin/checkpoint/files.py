@@ -34,6 +34,7 @@ class CheckpointFiles:
 
     :param path: what was asked for.
     :param folder: the folder that it is in, without links.
+    :param named: what messages call that folder: as it was asked for, where it was.
     :param links: where links may lead besides: the blobs of a Hugging Face cache, the very file
         that was asked for.
     :param shards: names of the ``.safetensors`` files that are loaded, in the folder.
@@ -45,6 +46,7 @@ class CheckpointFiles:
 
     path: str
     folder: Path
+    named: str
     links: tuple[Path, ...] = ()
     shards: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
@@ -54,7 +56,7 @@ class CheckpointFiles:
 
     def where(self, name: str) -> str:
         """What messages call a file of the checkpoint."""
-        return os.path.join(self.folder, name)
+        return os.path.join(self.named, name)
 
     def locate(self, name: str) -> Path:
         """A file of the checkpoint, behind all links.
@@ -65,7 +67,7 @@ class CheckpointFiles:
         where = self.where(name)
         if _leads_out(name):
             raise CheckpointError("it is outside the checkpoint, and is not read", file=where)
-        path = behind_links(where)
+        path = behind_links(os.path.join(self.folder, name), where)
         if not any(path.is_relative_to(place) for place in (self.folder, *self.links)):
             raise CheckpointError(
                 f"it is a link that leads out of the checkpoint, to {shown(str(path))}, and is "
@@ -102,10 +104,11 @@ def find_checkpoint(
     if not isinstance(given, str) or not given or "\0" in given:
         raise CheckpointError(f"a checkpoint is a path or a name, got {shown(repr(given))}")
     if not os.path.lexists(given):
-        return _of_folder(given, find_snapshot(given, revision, environ))
+        snapshot = find_snapshot(given, revision, environ)
+        return _of_folder(given, snapshot, str(snapshot))
     real = behind_links(given)
     if os.path.isdir(real):
-        return _of_folder(given, real)
+        return _of_folder(given, real, given)
     check_ordinary(real, given)
     if given.endswith(_PICKLES):
         raise _pickled(given)
@@ -114,16 +117,17 @@ def find_checkpoint(
     parent, name = os.path.split(given)
     folder = behind_links(parent or ".")
     is_shard = re.search(r"-\d+-of-\d+\.safetensors$", name) is not None
-    return CheckpointFiles(given, folder, (real, *blobs_of(folder)), (name,), is_whole=not is_shard)
+    links = (real, *blobs_of(folder))
+    return CheckpointFiles(given, folder, parent, links, (name,), is_whole=not is_shard)
 
 
-def _of_folder(path: str, folder: Path) -> CheckpointFiles:
+def _of_folder(path: str, folder: Path, named: str) -> CheckpointFiles:
     links = blobs_of(folder)
-    bare = CheckpointFiles(path, folder, links)
+    bare = CheckpointFiles(path, folder, named, links)
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise unreadable(error, str(folder)) from error
+        raise unreadable(error, named) from error
     found = [name for name in names if name.endswith(_SUFFIX)]
     index = _index_of(names)
     placed = _read_index(bare, index) if index else {}
@@ -131,14 +135,14 @@ def _of_folder(path: str, folder: Path) -> CheckpointFiles:
     others = [name for name in found if not _is_mistral(name)] or found
     shards = sorted(set(placed.values())) if index else others
     if not shards:
-        raise _no_safetensors(str(folder), names)
+        raise _no_safetensors(named, names)
     for shard in shards:
         if index:
             _check_named(bare, index, shard)
         bare.locate(shard)
     # Mistral's own format is another copy of the same model, and no file that was forgotten.
     skipped = [name for name in found if name not in shards and not _is_mistral(name)]
-    return CheckpointFiles(path, folder, links, tuple(shards), tuple(skipped), index, placed)
+    return CheckpointFiles(path, folder, named, links, tuple(shards), tuple(skipped), index, placed)
 
 
 def _index_of(names: Iterable[str]) -> str:

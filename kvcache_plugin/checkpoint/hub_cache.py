@@ -45,12 +45,12 @@ def find_snapshot(name: str, revision: str, environ: Mapping[str, str] = os.envi
     """
     cache = cache_folder(environ)
     repository = cache / f"models--{name.replace('/', '--')}"
-    if not _is_safe(_NAME, name) or not os.path.isdir(repository):
+    if not _is_safe(_NAME, name):
+        raise CheckpointError("there is no such file or folder", file=name)
+    if not os.path.isdir(repository):
         raise CheckpointError(
-            "there is no such file or folder, and no model of this name in the local Hugging Face "
-            f"cache, {shown(str(cache))}; nothing is downloaded",
+            "there is no such file or folder, nor such a model in the local Hugging Face cache",
             file=name,
-            remedy=WHAT_IT_TAKES,
         )
     if not _is_safe(_REVISION, revision):
         raise CheckpointError(f"{shown(revision)!r} is no name of a revision", file=name)

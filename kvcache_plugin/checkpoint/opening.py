@@ -14,15 +14,16 @@ from kvcache_plugin.errors import CheckpointError, shown
 _MOST_DIGITS: Final = 100
 
 
-def behind_links(path: str) -> Path:
+def behind_links(path: str, where: str | None = None) -> Path:
     """The path itself, behind all links.
 
+    :param where: what messages call it, the path by default.
     :raises CheckpointError: for a link that leads nowhere or back to itself.
     """
     try:
         return Path(os.path.realpath(path, strict=True))
     except (OSError, ValueError) as error:
-        raise unreadable(error, path) from error
+        raise unreadable(error, path if where is None else where) from error
 
 
 def check_ordinary(path: Path, where: str) -> None:
