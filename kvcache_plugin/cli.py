@@ -208,6 +208,8 @@ def _check(arguments: argparse.Namespace) -> int:
         return _say(error, MISUSED)
     if arguments.json:
         _print_json(as_json(result))
+        if result.picture is not None:
+            print(f"picture: {shown(result.picture)}", file=sys.stderr)
     else:
         _print_check(result)
     return FINE if result.report.is_sound else WRONG
@@ -230,6 +232,8 @@ def _print_check(result: Check) -> None:
         print()
     if result.comparison is not None:
         _print_comparison(result.comparison)
+    if result.picture is not None:
+        print(f"picture: {shown(result.picture)}")
     print(text.declaration_line(report))
     if result.device_from == "here":
         print(f"device: {report.device}, as this machine has it; --device takes another one")
@@ -290,13 +294,13 @@ def _print_selftest(result: Selftest) -> None:
             each.name,
             name,
             *(str(each.count(name, outcome)) for outcome in ("passed", "failed", "raised")),
-            str(each.count(name, "left out")),
+            str(each.count(name, "skipped")),
             described.how,
         )
         for each in result.implementations
         for name, described in each.descriptions
     ]
-    columns = ("implementation", "format", "passed", "failed", "raised", "left out", "how")
+    columns = ("implementation", "format", "passed", "failed", "raised", "skipped", "how")
     print_table(columns, rows)
     for each in result.implementations:
         if each.not_run:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvcache_plugin.description import KVDescription
     from kvcache_plugin.manager import Implementation
 
-Result: TypeAlias = Literal["passed", "failed", "raised", "left out"]
+Result: TypeAlias = Literal["passed", "failed", "raised", "skipped"]
 Progress: TypeAlias = "Callable[[str], None]"
 
 #: Distributions whose versions may explain a difference.
@@ -248,8 +248,8 @@ def _run(case: Case, candidate: Candidate) -> CaseReport:
         return report("raised", reason=_told(error), frames=tuple(_frames(error)))
     if verdict.problems:
         return report("failed", compared=verdict.compared, problems=verdict.problems)
-    if verdict.left_out:
-        return report("left out", reason=verdict.left_out)
+    if verdict.skipped:
+        return report("skipped", reason=verdict.skipped)
     return report("passed", compared=verdict.compared)
 
 

@@ -59,8 +59,8 @@ class ConformanceSuite:
         if verdict.problems:
             what = f"{case}: {case.check.summary}"
             raise AssertionError("\n".join([what, *map(str, verdict.problems)]))
-        if verdict.left_out:
-            raise unittest.SkipTest(verdict.left_out)
+        if verdict.skipped:
+            raise unittest.SkipTest(verdict.skipped)
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Called by pytest, which so need not be imported here."""

@@ -486,10 +486,26 @@ def test_nan_equals_nan_and_other_shapes_are_not_comparable() -> None:
 
 
 def test_a_png(check: Any) -> None:
-    assert check("Llama-FP8-broken", "--plot", "scales.png")[0] == cli.WRONG
+    status, printed = check("Llama-FP8-broken", "--plot", "scales.png")
+    assert status == cli.WRONG
+    assert "\npicture: scales.png\n" in printed
     data = Path("scales.png").read_bytes()
     assert data.startswith(b"\x89PNG")
     assert len(data) > 10_000
+
+
+def test_json_is_alone_on_stdout_beside_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "Llama-FP8", "--json", "--plot", "scales.svg"]) == cli.FINE
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["is_sound"]
+    assert printed.err == "picture: scales.svg\n"
+
+
+def test_two_checkpoints_of_one_name_are_told_apart_by_their_paths(check: Any) -> None:
+    checkpoint("newer/$Llama-FP8$", SOUND)
+    checkpoint("$Llama-FP8$", SOUND)
+    check("$Llama-FP8$", "--plot", "x.svg", "--against", "newer/$Llama-FP8$")
+    assert ">K scale of newer/$Llama-FP8$<" in Path("x.svg").read_text(encoding="utf-8")
 
 
 def test_a_picture_has_a_mark_for_each_problem(check: Any) -> None:
@@ -504,10 +520,12 @@ def test_a_picture_has_a_mark_for_each_problem(check: Any) -> None:
         "K inf",
         "problem: missing-layers, corrupt-scale",
         "model.layers.{0-7}.self_attn",
-        "K scale of the other",
+        "K scale of Llama-FP8<",
         "2 problems, 1 remark",
     ):
         assert text in picture
+    legend = [picture.index(f">{side} scale{of}<") for of in ("", " of Llama-FP8") for side in "KV"]
+    assert legend == sorted(legend)
     check("Llama-FP8-broken", "--plot", "again.svg", "--against", "Llama-FP8")
     assert Path("again.svg").read_text(encoding="utf-8") == picture
 

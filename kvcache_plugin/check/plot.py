@@ -33,6 +33,8 @@ _SETTINGS: Final[dict[Any, Any]] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
+#: The order of what lies over each other: between bands (1) and lines (2).
+_BEHIND: Final = 1.5
 _MOST_LABELS: Final = 12
 #: Words at single layers, which lie over each other where there are more.
 _MOST_WORDS: Final = 8
@@ -95,11 +97,11 @@ def _draw(figure: Any, report: CheckpointReport, other: CheckpointReport | None)
     axes.set_yscale("log")
     axes.grid(axis="y", alpha=0.25)
     places = _places(rows)
-    if other is not None:
-        _draw_other(axes, rows, places, other)
-    _draw_problems(axes, rows, places)
     for side in _SIDES:
         _draw_side(axes, rows, places, side)
+    if other is not None:
+        _draw_other(axes, rows, places, other, _other_name(report.path, other.path))
+    _draw_problems(axes, rows, places)
     _leave_room(axes, rows)
     for side in _SIDES:
         _draw_edges(axes, rows, places, side)
@@ -108,13 +110,24 @@ def _draw(figure: Any, report: CheckpointReport, other: CheckpointReport | None)
         axes.plot([], [], label="has no place on the axis", **style)
     _name_layers(axes, rows)
     axes.set_ylabel("stored scale")
-    name = shown(os.path.basename(os.path.abspath(report.path)), most=80)
+    name = shown(_base(report.path), most=80)
     figure.suptitle(name, x=0.01, ha="left", fontweight="bold", parse_math=False)
     axes.set_title(report.summary, loc="left", fontsize=9, color="#555555", parse_math=False)
     if axes.get_legend_handles_labels()[0]:
         figure.legend(loc="outside lower left", ncols=5, frameon=False, fontsize=9)
     else:
         axes.text(0.5, 0.5, "no K/V scales", transform=axes.transAxes, ha="center")
+
+
+def _base(path: str) -> str:
+    return os.path.basename(os.path.abspath(path))
+
+
+def _other_name(path: str, other: str) -> str:
+    """The other checkpoint's name; its path as it was named where both have the same."""
+    name = other if _base(other) == _base(path) else _base(other)
+    # matplotlib takes what stands between two of them for a formula.
+    return shown(name, most=40).replace("$", r"\$")
 
 
 def _places(rows: Sequence[Row]) -> list[int]:
@@ -142,9 +155,9 @@ def _draw_side(axes: Axes, rows: Sequence[Row], places: Sequence[int], side: str
 
 
 def _draw_other(
-    axes: Axes, rows: Sequence[Row], places: Sequence[int], other: CheckpointReport
+    axes: Axes, rows: Sequence[Row], places: Sequence[int], other: CheckpointReport, name: str
 ) -> None:
-    """The other checkpoint's scales in the layers of the same names, else numbers."""
+    """The other checkpoint's scales, behind, in the layers of the same names, else numbers."""
     by_name = {row.name: row for row in rows_of(other)}
     by_number = {row.number: row for row in by_name.values()}
     named = any(row.name in by_name for row in rows)
@@ -153,9 +166,10 @@ def _draw_other(
         values = [row.values(side) if row else () for row in found]
         heights = [max(each) if _all_scales(each) else math.nan for each in values]
         if not all(map(math.isnan, heights)):
-            label = f"{side.upper()} scale of the other"
+            label = f"{side.upper()} scale of {name}"
             style = {"color": colour, "marker": marker, "markersize": 4, "linestyle": ":"}
-            axes.plot(places, heights, label=label, alpha=0.45, gid=f"{side}-other", **style)
+            style |= {"alpha": 0.45, "zorder": _BEHIND}
+            axes.plot(places, heights, label=label, gid=f"{side}-other", **style)
 
 
 def _draw_problems(axes: Axes, rows: Sequence[Row], places: Sequence[int]) -> None:

@@ -23,11 +23,13 @@ class Check:
 
     :param device_from: ``"asked"``, or ``"here"`` for the hardware of this machine.
     :param comparison: with another checkpoint, where one was named.
+    :param picture: the file of the picture, where one was asked for.
     """
 
     report: CheckpointReport
     device_from: Literal["asked", "here"]
     comparison: Comparison | None = None
+    picture: str | None = None
 
 
 def run(
@@ -63,4 +65,5 @@ def run(
         report,
         "asked" if device else "here",
         None if other is None else compare(report, other),
+        plot,
     )

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kvcache_plugin.conformance import dequantizing, loading, pairs, quantizing
-from kvcache_plugin.conformance.checks import Check
+from kvcache_plugin.conformance import dequantizing, pairs, quantizing, scales
+from kvcache_plugin.conformance.check import Check
 from kvcache_plugin.conformance.comparing import Problem, is_exact
 from kvcache_plugin.conformance.trial import Trial, has_reference
 from kvcache_plugin.errors import KVCacheError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Every check, in the order of the modules.
 CHECKS: Final = tuple(
     found
-    for module in (loading, quantizing, pairs, dequantizing)
+    for module in (scales, quantizing, pairs, dequantizing)
     for found in vars(module).values()
     if isinstance(found, Check)
 )
@@ -33,12 +33,12 @@ class Verdict:
     """What came of one case.
 
     :param compared: how many codes, block scales and values were compared.
-    :param left_out: why nothing was looked at; empty where something was.
+    :param skipped: why nothing was looked at; empty where something was.
     """
 
     problems: tuple[Problem, ...]
     compared: int
-    left_out: str
+    skipped: str
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Case:
         if not self.check.close_calls:
             trial.judge_fractions()
         compared = trial.codes.compared + trial.block_scales.compared
-        return Verdict(tuple(trial.problems), compared, trial.left_out)
+        return Verdict(tuple(trial.problems), compared, trial.skipped)
 
 
 def cases(candidate: Candidate, kv_cache_dtypes: Sequence[str] | None = None) -> tuple[Case, ...]:

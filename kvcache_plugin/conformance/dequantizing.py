@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kvcache_plugin.conformance import answers, inputs
-from kvcache_plugin.conformance.checks import check, is_nvfp4, per_head
-from kvcache_plugin.conformance.surroundings import default_dtype, host_left_alone, unchanged
+from kvcache_plugin.conformance import answers, guards, inputs
+from kvcache_plugin.conformance.check import check, is_nvfp4, per_head
 from kvcache_plugin.quantized import QuantizedKV
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def dequantize_strides(trial: Trial) -> None:
         return
     *lead, length = quantized.data.shape
     shape = (*lead, length * trial.kv_format.values_per_element)
-    for layout in inputs.ROOMS:
+    for layout in inputs.LAYOUTS:
         for offset in (0, 1):
             data, block_scales = trial.buffers(shape, layout, offset=offset).out
             data.copy_(quantized.data)
@@ -101,7 +100,7 @@ def dequantize_given_unchanged(trial: Trial) -> None:
     if quantized is None:
         return
     data, block_scales, scale = quantized.data, quantized.block_scales, quantized.scale
-    with unchanged(trial, "codes", data=data, block_scales=block_scales, scale=scale):
+    with guards.unchanged(trial, "codes", data=data, block_scales=block_scales, scale=scale):
         values = trial.dequantize(quantized, "codes")
         if values is not None:
             values.zero_()
@@ -115,17 +114,17 @@ def dequantize_any_default_dtype(trial: Trial) -> None:
         return
     expected = trial.dequantize(quantized, "float32 by default")
     for dtype in (torch.bfloat16, torch.float64):
-        with default_dtype(dtype):
+        with guards.default_dtype(dtype):
             trial.dequantize(quantized, f"{dtype} by default", expected=expected)
 
 
 @check(_DEQUANTIZE, needs_reference=False)
-def dequantize_host_not_asked(trial: Trial) -> None:
+def dequantize_no_host_sync(trial: Trial) -> None:
     """No value of a tensor is read on the host, and nothing is copied from there."""
     quantized = trial.codes_of(trial.values(8, 4, 128))
     # Once before: a first call may compile and load what it launches.
     if quantized is not None and trial.dequantize(quantized, "codes") is not None:
-        with host_left_alone(trial, "codes"):
+        with guards.no_host_sync(trial, "codes"):
             trial.candidate.dequantize(quantized, trial.dtype)
 
 

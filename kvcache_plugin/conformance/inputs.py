@@ -205,7 +205,7 @@ def _one_side(shape: tuple[int, ...]) -> _Room:
     return (first, 2, *rest), lambda room: room[:, 1]
 
 
-ROOMS: Final[Mapping[str, Callable[[tuple[int, ...]], _Room]]] = MappingProxyType(
+LAYOUTS: Final[Mapping[str, Callable[[tuple[int, ...]], _Room]]] = MappingProxyType(
     {
         "packed": _packed,
         "V of a cache of K and V": _one_side,
@@ -243,7 +243,7 @@ def new_buffers(
     *,
     offset: int = 0,
 ) -> Buffers:
-    """Buffers for K or V of a shape, laid out as in ``ROOMS``, with guards before and after.
+    """Buffers for K or V of a shape, laid out as in ``LAYOUTS``, with guards before and after.
 
     :param offset: elements between an aligned place and the buffers.
     """
@@ -263,7 +263,7 @@ def new_buffers(
 def _buffer(
     shape: tuple[int, ...], dtype: torch.dtype, layout: str, device: torch.device, offset: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    room_shape, view = ROOMS[layout](shape)
+    room_shape, view = LAYOUTS[layout](shape)
     count = 1
     for length in room_shape:
         count *= length

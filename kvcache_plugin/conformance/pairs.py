@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kvcache_plugin.conformance import inputs
-from kvcache_plugin.conformance.checks import check, per_head
-from kvcache_plugin.conformance.surroundings import host_left_alone, unchanged
+from kvcache_plugin.conformance import guards, inputs
+from kvcache_plugin.conformance.check import check, per_head
 
 if TYPE_CHECKING:
     from kvcache_plugin.conformance.trial import Trial
@@ -68,7 +67,7 @@ def pair_out(trial: Trial) -> None:
     tensors, scales = _both(trial, 2, 3, 2, 2, 128)
     shape = tensors[0].shape
     for layouts in (
-        *((layout, layout) for layout in inputs.ROOMS),
+        *((layout, layout) for layout in inputs.LAYOUTS),
         ("packed", "rows with gaps"),
         ("leading dimensions in another order", "packed"),
     ):
@@ -97,10 +96,10 @@ def pair_given_unchanged(trial: Trial) -> None:
     tensors, scales = _both(trial, 8, 4, 128)
     key, value = (x.transpose(0, 1) for x in tensors)
     what = "strided K and V"
-    with unchanged(trial, what, K=key, V=value, k_scale=scales[0], v_scale=scales[1]):
+    with guards.unchanged(trial, what, K=key, V=value, k_scale=scales[0], v_scale=scales[1]):
         answer = trial.quantize_pair((key, value), scales, what)
     if answer is not None:
-        with host_left_alone(trial, what):
+        with guards.no_host_sync(trial, what):
             trial.candidate.quantize_pair((key, value), scales, trial.kv_format)
 
 

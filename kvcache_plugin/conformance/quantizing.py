@@ -6,15 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kvcache_plugin.conformance import answers, inputs, tables
-from kvcache_plugin.conformance.checks import HALF_DTYPES, check, is_nvfp4, per_head
-from kvcache_plugin.conformance.surroundings import (
-    captured,
-    default_dtype,
-    far_apart,
-    host_left_alone,
-    unchanged,
-)
+from kvcache_plugin.conformance import answers, guards, inputs, tables
+from kvcache_plugin.conformance.check import HALF_DTYPES, check, is_nvfp4, per_head
 
 if TYPE_CHECKING:
     from kvcache_plugin.conformance.trial import Trial
@@ -219,14 +212,14 @@ def far_rows(trial: Trial) -> None:
     """Rows more than 2^31 elements apart, in K or V and in the buffers."""
     near = trial.values(2, 128)
     device = trial.candidate.torch_device
-    far = far_apart(near.shape, trial.dtype, _FAR, device)
+    far = guards.far_apart(near.shape, trial.dtype, _FAR, device)
     if far is None:
         trial.not_possible = "there is no memory for rows that are far apart"
         return
     trial.quantize(far.copy_(near), trial.scale_for(near), "rows far apart")
     del far
     buffers = trial.buffers(near.shape).out
-    data = far_apart(buffers.data.shape, buffers.data.dtype, _FAR, device)
+    data = guards.far_apart(buffers.data.shape, buffers.data.dtype, _FAR, device)
     if data is not None:
         out = (data, buffers.block_scales)
         trial.quantize(near, trial.scale_for(near), "into rows far apart", out=out)
@@ -237,7 +230,7 @@ def out_buffers(trial: Trial) -> None:
     """Buffers of the caller, of any strides: all of them is written, and nothing beside them."""
     x = trial.values(2, 3, 2, 2, 128)
     scale = trial.scale_for(x)
-    for layout in inputs.ROOMS:
+    for layout in inputs.LAYOUTS:
         for offset in (0, 1):
             what = f"into buffers: {layout}{', not aligned' * offset}"
             buffers = trial.buffers(x.shape, layout, offset=offset)
@@ -263,7 +256,7 @@ def new_results(trial: Trial) -> None:
     x, other = trial.values(8, 4, 128), trial.values(8, 4, 128, seed=5)
     first = trial.quantize(x, trial.scale_for(x), "the earlier values")
     if first is not None:
-        with unchanged(
+        with guards.unchanged(
             trial, "an earlier result", data=first.data, block_scales=first.block_scales
         ):
             trial.quantize(other, trial.scale_for(other), "the later values")
@@ -296,7 +289,7 @@ def given_unchanged(trial: Trial) -> None:
     scale = trial.scale(0.03)
     for what, view in (("packed values", x), ("strided values", x.transpose(0, 1)[1:3])):
         for out in (None, trial.buffers(view.shape).out):
-            with unchanged(trial, what, tensor=x, scale=scale):
+            with guards.unchanged(trial, what, tensor=x, scale=scale):
                 trial.quantize(view, scale, what, out=out)
 
 
@@ -307,12 +300,12 @@ def any_default_dtype(trial: Trial) -> None:
     scale = trial.scale_for(x)
     expected = trial.expected(x, scale, "float32 by default")
     for dtype in (torch.bfloat16, torch.float64):
-        with default_dtype(dtype):
+        with guards.default_dtype(dtype):
             trial.quantize(x, scale, f"{dtype} by default", expected=expected)
 
 
 @check(_QUANTIZE, needs_reference=False)
-def host_not_asked(trial: Trial) -> None:
+def no_host_sync(trial: Trial) -> None:
     """No value of a tensor is read on the host, and nothing is copied from there."""
     x = trial.values(8, 4, 128)
     scale = trial.scale_for(x)
@@ -322,7 +315,7 @@ def host_not_asked(trial: Trial) -> None:
     ):
         # Once before: a first call may compile and load what it launches.
         if trial.quantize(view, scale, what, out=out) is not None:
-            with host_left_alone(trial, what):
+            with guards.no_host_sync(trial, what):
                 trial.candidate.quantize(view, scale, trial.kv_format, out)
 
 
@@ -335,7 +328,9 @@ def graph(trial: Trial) -> None:
     result = trial.quantize(x, scale, "before the capture", out=out)
     if result is None:
         return
-    replay = captured(x.device, lambda: trial.candidate.quantize(x, scale, trial.kv_format, out))
+    replay = guards.captured(
+        x.device, lambda: trial.candidate.quantize(x, scale, trial.kv_format, out)
+    )
     x.copy_(later)
     scale.mul_(3)
     replay()

@@ -59,7 +59,7 @@ class Trial:
         self.has_reference = has_reference(kv_format)
 
     @property
-    def left_out(self) -> str:
+    def skipped(self) -> str:
         """Why nothing was looked at; empty where something was."""
         if self.problems or self.codes.compared or self.block_scales.compared:
             return ""

@@ -1,4 +1,4 @@
-"""What is asked before the first token: ``describe_kv`` and ``validate_kv_scales``."""
+"""What ``validate_kv_scales``, and ``describe_kv`` beside it, must do before the first token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kvcache_plugin.conformance import answers
-from kvcache_plugin.conformance.checks import check, per_head
+from kvcache_plugin.conformance.check import check, per_head
 
 if TYPE_CHECKING:
     from kvcache_plugin.arguments import Scale

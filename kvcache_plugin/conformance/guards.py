@@ -31,7 +31,7 @@ class _HostError(Exception):
 
 
 @contextmanager
-def host_left_alone(trial: Trial, what: str) -> Iterator[None]:
+def no_host_sync(trial: Trial, what: str) -> Iterator[None]:
     """See that nothing waits for a GPU, and all could be captured: of torch's own operations."""
     candidate = trial.candidate
     try:

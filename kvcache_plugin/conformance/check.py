@@ -30,7 +30,7 @@ class Check:
     :param takes: the formats that it is about.
     :param needs_reference: whether it needs to know which codes are right. The other checks are
         about memory, and are made of the formats that a plugin adds too.
-    :param only_exact: whether it is left out where ``describe_kv`` declares a tolerance.
+    :param only_exact: whether it is skipped where ``describe_kv`` declares a tolerance.
     :param only_gpu: whether tensors must be on a GPU.
     :param close_calls: whether its inputs are picked to be close to call, so that it does not judge
         the fractions of a tolerance.
