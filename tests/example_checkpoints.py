@@ -1,13 +1,11 @@
-"""The checkpoints that the documentation's examples are about."""
+"""The documentation's checkpoints: ``python -m tests.example_checkpoints FOLDER`` writes them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import argparse
+from pathlib import Path
 
 from tests.checkpoints_on_disk import attention_weights, config, scales, write
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SOUND = {
     0: (0.0312, 0.0117),
@@ -33,3 +31,9 @@ def write_examples(folder: Path) -> None:
     weights = attention_weights(len(SOUND))
     for name, pairs in (("", SOUND), ("-broken", BROKEN), ("-fnuz", doubled)):
         write(folder / f"Llama-FP8{name}", {**weights, **scales(pairs)}, config(len(SOUND)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write the documentation's examples.")
+    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    write_examples(parser.parse_args().folder)

@@ -126,6 +126,8 @@ def test_problems_come_first_and_the_summary_last(check: Any) -> None:
     assert headings == ["problem", "problem", "remark", "layer", "K  ", "declared"]
     assert "problem corrupt-scale\n  model.layers.5.self_attn, K, inf: fp8 KV cache" in printed
     assert "\n  what to do: Calibrate and export again with llm-compressor" in printed
+    assert printed.count("Calibrate and export again") == 1
+    assert "among 7 with\n  what to do: as for corrupt-scale\n" in printed
     assert printed.splitlines()[-1] == scan_checkpoint("Llama-FP8-broken", device="sm_90").summary
     assert "device:" not in printed
     assert row(printed, "model.layers.2.self_attn")[1:] == [

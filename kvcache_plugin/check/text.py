@@ -32,7 +32,11 @@ _MOST_ALIKE: Final = 10
 
 
 def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """Each finding: its kind, where and what, and what to do; those alike under one heading."""
+    """Each finding: its kind, where and what, and what to do; those alike under one heading.
+
+    What to do is said once, and later named after the kind that it stands under.
+    """
+    said: dict[str, str] = {}
     for (severity, kind, remedy), alike in groupby(
         findings, key=lambda finding: (finding.severity, finding.kind, finding.remedy)
     ):
@@ -44,7 +48,8 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
         if len(found) > _MOST_ALIKE:
             yield f"  and {len(found) - _MOST_ALIKE} more like it, which the table has"
         if remedy:
-            yield f"  what to do: {remedy}"
+            yield f"  what to do: {f'as for {said[remedy]}' if remedy in said else remedy}"
+            said.setdefault(remedy, kind)
         yield ""
 
 
