@@ -7,15 +7,19 @@ FNUZ hardware is put in place of the CPU where the plugin, and where SGLang, ask
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.layers.quantization import kv_cache
 from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.model_executor.model_runner_components import load_model_utils
+from sglang.srt.model_loader import loader as loader_module
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -25,12 +29,14 @@ from kvcache_plugin.hosts.gate import LoadGate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 sglang.register()
 sglang.register()
 HookRegistry.apply_hooks()
 
 LAYER = 3
+NAME = f"model.layers.{LAYER}.self_attn.attn"
 UNSET = -1.0
 CPU = torch.device("cpu")
 
@@ -345,6 +351,100 @@ def test_a_failure_of_ours_does_not_stop_the_engine(
     (record,) = [r for r in caplog.records if r.levelno >= logging.ERROR]
     assert record.exc_info is not None
     assert f"layer {LAYER}" in logging.Formatter().formatException(record.exc_info)
+
+
+class Model(torch.nn.Module):
+    """One attention layer under its usual name, and a loader of its own, as SGLang's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model_of({NAME: (None, None)})
+        self.loaded: list[str] = []
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.named_modules(*args, **kwargs)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            self.loaded.append(name)
+            module, _, side = name.rpartition(".")
+            if f"{module}.attn" == NAME:
+                getattr(self.inner.get_submodule(NAME), side).data.copy_(tensor.squeeze())
+
+
+def write_files(folder: Path, k: torch.Tensor, name: str = "{}_scale") -> Path:
+    """A checkpoint with the scales of one layer."""
+    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True}
+    config = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    module = NAME.removesuffix(".attn")
+    scales = {"k": k, "v": torch.tensor([0.06])}
+    tensors = {f"{module}.{name.format(side)}": scale for side, scale in scales.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def load_files(monkeypatch: pytest.MonkeyPatch, config: SimpleNamespace) -> Any:
+    """Loads a folder as SGLang's default loader does."""
+    monkeypatch.setattr(loader_module, "get_server_args", lambda: None)
+    monkeypatch.setattr(loader_module, "get_model", lambda: config)
+    for name in ("disable_mmap", "prefetch_checkpoints", "drop_cache_after_load"):
+        setattr(config, f"weight_loader_{name}", False)
+    config.weight_loader_prefetch_num_threads = 1
+
+    def load(folder: Path) -> Model:
+        model = Model()
+        model_config = SimpleNamespace(
+            model_path=str(folder), revision=None, hf_config=SimpleNamespace()
+        )
+        loader = DefaultModelLoader(LoadConfig())
+        weights = loader._get_all_weights(model_config, model)
+        DefaultModelLoader.load_weights_and_postprocess(model, weights, CPU)
+        return model
+
+    return load
+
+
+def test_a_folder_with_a_corrupt_scale_is_refused_before_it_is_read(
+    tmp_path: Path, load_files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*args: Any, **kwargs: Any) -> Any:
+        pytest.fail("no weight may be read")
+
+    monkeypatch.setattr(loader_module, "buffered_multi_thread_safetensors_weights_iterator", read)
+    write_files(tmp_path, torch.tensor([1.0, 2.0]))
+    with pytest.raises(KVScaleError, match=f"{NAME}: Only support per-tensor scaling factor"):
+        load_files(tmp_path)
+
+
+def test_a_sound_folder_is_served_without_a_word(
+    tmp_path: Path, load_files: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_files(tmp_path, torch.tensor([0.05]))
+    model = load_files(tmp_path)
+    assert len(model.loaded) == 2
+    assert_scales(model.inner.get_submodule(NAME), 0.05, 0.06)
+    assert [r for r in caplog.records if r.name.startswith("kvcache_plugin")] == []
+
+
+def test_what_does_not_arrive_is_told(
+    tmp_path: Path, load_files: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_files(tmp_path, torch.tensor([0.05]), "qkv_proj.{}_scale")
+    model = load_files(tmp_path)
+    assert_scales(model.inner.get_submodule(NAME), 1.0, 1.0)
+    (record,) = [r for r in caplog.records if r.name.startswith("kvcache_plugin")]
+    assert f"{NAME}: model.layers.3.self_attn.qkv_proj.k_scale" in record.getMessage()
+
+
+def test_other_loaders_are_left_alone_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        loader_module.get_model_loader(LoadConfig(load_format="dummy"), None)
+    lines = [r.getMessage() for r in caplog.records if "is active" in r.getMessage()]
+    assert len(lines) == 1
+    assert lines[0].endswith("leaves alone what DummyModelLoader loads")
 
 
 WRAPPED = [

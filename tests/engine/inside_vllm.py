@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import logging
 import sys
 from types import ModuleType, SimpleNamespace
@@ -15,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from vllm.config.load import LoadConfig
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsKVCacheMethod,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8KVCacheMethod
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.utils import _weights_pre_processed
 from vllm.platforms import current_platform
 
@@ -30,6 +34,7 @@ from kvcache_plugin.hosts.gate import LoadGate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 NAME = "model.layers.3.self_attn.attn"
 HEADS = 2
@@ -261,6 +266,104 @@ def test_a_failure_of_ours_does_not_stop_the_engine(
     (record,) = [r for r in records if r.levelno >= logging.ERROR]
     assert record.exc_info is not None
     assert NAME in logging.Formatter().formatException(record.exc_info)
+
+
+class Model(torch.nn.Module):
+    """One attention layer, and a loader of its own, as vLLM's models have."""
+
+    def __init__(self, method: Any) -> None:
+        super().__init__()
+        self.attn = new_layer()
+        self.attn.quant_method = method
+        method.create_weights(self.attn)
+        self.loaded: list[str] = []
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            self.loaded.append(name)
+            side = name[-len("k_scale")]
+            if name.endswith(f"self_attn.{side}_scale"):
+                parameter = getattr(self.attn, f"{side}_scale")
+                parameter.data.copy_(tensor.reshape(parameter.shape))
+
+
+def write_files(folder: Path, k: torch.Tensor, name: str = "{}_scale") -> Path:
+    """A checkpoint with the scales of one layer."""
+    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True}
+    config = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    module = NAME.removesuffix(".attn")
+    scales = {"k": k, "v": torch.tensor([0.06])}
+    tensors = {f"{module}.{name.format(side)}": scale for side, scale in scales.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def load_files(
+    folder: Path, method: Any, monkeypatch: pytest.MonkeyPatch, load_format: str = "auto"
+) -> Model:
+    """As vLLM's default loader loads a folder."""
+    parallel = SimpleNamespace(enable_expert_parallel=False)
+    load_config = LoadConfig(load_format=load_format, use_tqdm_on_load=False)
+    config = SimpleNamespace(load_config=load_config, parallel_config=parallel)
+    monkeypatch.setattr("vllm.config.vllm._current_vllm_config", config)
+    model_config = SimpleNamespace(
+        model=str(folder),
+        revision=None,
+        quantization="compressed-tensors",
+        multimodal_config=None,
+        is_moe=False,
+        word_embeddings_untied_by_checkpoint=False,
+        dtype=torch.bfloat16,
+    )
+    model = Model(method)
+    DefaultModelLoader(load_config).load_weights(model, model_config)
+    utils = importlib.import_module(seams.VLLM_MODEL.module)
+    utils.process_weights_after_loading(model, model_config, torch.device("cpu"))
+    return model
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_folder_with_a_corrupt_scale_is_refused_before_it_is_read(
+    method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*args: Any, **kwargs: Any) -> Any:
+        pytest.fail("no weight may be read")
+
+    loader = "vllm.model_executor.model_loader.default_loader.safetensors_weights_iterator"
+    monkeypatch.setattr(loader, read)
+    write_files(tmp_path, torch.tensor([1.0, 2.0]))
+    with pytest.raises(KVScaleError, match=f"{NAME}: Only support per-tensor scaling factor"):
+        load_files(tmp_path, method(), monkeypatch)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_sound_folder_is_served_without_a_word(
+    method: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    records: list[logging.LogRecord],
+) -> None:
+    write_files(tmp_path, torch.tensor([0.05]))
+    model = load_files(tmp_path, method(), monkeypatch)
+    assert len(model.loaded) == 2
+    assert_scales(model.attn, 0.05, 0.06)
+    assert records == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_does_not_arrive_is_told(
+    method: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    records: list[logging.LogRecord],
+) -> None:
+    """Also where vLLM starts from 1.0."""
+    write_files(tmp_path, torch.tensor([0.05]), "attn_mqa.{}_scale")
+    model = load_files(tmp_path, method(), monkeypatch)
+    assert_scales(model.attn, 1.0, 1.0)
+    (record,) = records
+    assert f"{NAME}: model.layers.3.self_attn.attn_mqa.k_scale" in record.getMessage()
 
 
 @pytest.mark.parametrize("seam", [s for s in seams.SEAMS if s.engine == "vllm"])

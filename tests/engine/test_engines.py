@@ -7,12 +7,15 @@ never assumed: a release that changes it must not make these tests lie.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import math
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.checkpoints import Checkpoint
 from tests.engine.serving import Run, Runner, install
@@ -32,6 +35,30 @@ UNSET = Checkpoint("unset")
 SINGLE = Checkpoint("single", {0: (0.002, None), 1: (0.003, None)})
 DOUBLE = Checkpoint("double", {0: (0.002, 0.002), 1: (0.003, 0.003)})
 UNQUANTIZED = Checkpoint("unquantized", quantized=False)
+VECTOR = Checkpoint("vector", {0: (0.05, 0.06), 1: (torch.tensor([1.0, 2.0]), 0.06)})
+LINKED = Checkpoint("linked", {0: (0.05, 0.06), 1: (INF, 1.0)}, linked=True)
+# Scales that never reach their layers: vLLM takes those of fused projections, and has no place
+# for any where another method than its own ones quantizes.
+AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 32,
+    "zero_point": True,
+    "version": "gemm",
+    "modules_to_not_convert": ["self_attn", "mlp", "lm_head"],
+}
+LOST = {
+    "vllm": Checkpoint("lost", SOUND.scales, declared=AWQ),
+    "sglang": Checkpoint(
+        "lost", SOUND.scales, scale_name="model.layers.{layer}.self_attn.qkv_proj.{side}_scale"
+    ),
+}
+WHY_LOST = {
+    "vllm": "self_attn.v_scale (vLLM 0.32.0: for quant_method awq it has no place for it)",
+    "sglang": "self_attn.qkv_proj.v_scale (SGLang 0.5.23: its rename puts attn. before the last",
+}
+# What the engines show once they read the weights.
+READS_WEIGHTS = re.compile(r"Loading safetensors checkpoint shards:|thread loading shards:")
 
 
 def deep(name: str, *corrupt: int) -> Checkpoint:
@@ -61,14 +88,66 @@ def assert_refused(run: Run, *parts: str, layers: set[int]) -> None:
     assert run.named_layers == layers, run.log
 
 
+def with_report(run: Runner, checkpoint: Checkpoint, **more: Any) -> tuple[Run, dict[str, Any]]:
+    """A run, and the report of the one process of it that loads a model."""
+    file = run.folder / f"{checkpoint.name}-report.json"
+    done = run(checkpoint, env={"KVCACHE_PLUGIN_REPORT": str(file)}, **more)
+    (written,) = run.folder.glob(f"{checkpoint.name}-report.*.json")
+    report = json.loads(written.read_text(encoding="utf-8"))
+    assert report["engine"].lower() == run.engine
+    (load,) = report["loads"]
+    assert load["model"] == str(run.folder / checkpoint.name)
+    return done, load
+
+
 def test_sound_scales_change_nothing(run: Runner) -> None:
-    alone, with_plugin = run(SOUND, plugin=False), run(SOUND, own_logging=True)
+    alone = run(SOUND, plugin=False)
+    with_plugin, load = with_report(run, SOUND, own_logging=True)
     assert_served(alone)
     assert_served(with_plugin)
     assert with_plugin.tokens == alone.tokens
     # One line, and nothing else of ours, in the log as the engine itself makes it.
     (line,) = [line for line in with_plugin.log.splitlines() if "kvcache_plugin" in line]
-    assert re.search(r"kvcache_plugin \S+ is active.*, mode strict: checked .* of 2 layers", line)
+    assert re.search(
+        r"kvcache_plugin \S+ is active.*, mode strict: checked the K/V scales of 2 layers "
+        r"\(fp8_e4m3 on cpu, cpu_reference\): 2 from the checkpoint, 0 duplicated, 0 default; "
+        r"K 0\.04 to 0\.05, V 0\.06 to 0\.07; every scale in the files arrived",
+        line,
+    )
+    assert READS_WEIGHTS.search(with_plugin.log)
+    assert (load["checked"], load["from_checkpoint"], load["refused"]) == (2, 2, "")
+    assert load["k_scale"] == pytest.approx([0.04, 0.05])
+
+
+def test_a_scale_of_several_elements_is_refused_before_any_weight_is_read(run: Runner) -> None:
+    refused, load = with_report(run, VECTOR)
+    sentence = "Only support per-tensor scaling factor for fp8 KV cache, got k_scale shape=(2,)"
+    assert_refused(refused, sentence, layers={1})
+    assert not READS_WEIGHTS.search(refused.log)
+    assert sentence in load["refused"]
+
+
+def test_what_cannot_be_read_before_is_checked_after_loading(run: Runner) -> None:
+    linked = run(LINKED)
+    assert_refused(linked, "in 1 of 2 layers", "k_scale=inf", layers={1})
+    assert READS_WEIGHTS.search(linked.log)
+    assert any("it is a link that leads out of the checkpoint" in x for x in linked.complaints)
+
+
+def test_scales_that_do_not_arrive_are_told_with_their_layers(run: Runner, engine: str) -> None:
+    lost, load = with_report(run, LOST[engine])
+    assert_served(lost)
+    assert "K/V scales in the files did not arrive on 2 layers" in lost.log
+    assert WHY_LOST[engine] in lost.log
+    assert lost.named_layers == {0, 1}
+    assert [one["layer"] for one in load["lost"]] == [
+        f"model.layers.{layer}.self_attn.attn" for layer in (0, 1)
+    ]
+
+
+def test_coverage_can_stop_the_load(run: Runner, engine: str) -> None:
+    refused = run(LOST[engine], env={"KVCACHE_PLUGIN_COVERAGE": "error"})
+    assert_refused(refused, "did not arrive on 2 layers", WHY_LOST[engine], layers={0, 1})
 
 
 @WHERE_TOKENS_TELL
@@ -149,6 +228,7 @@ def test_a_checkpoint_that_is_not_quantized_is_served(run: Runner) -> None:
     assert_served(unquantized)
     assert unquantized.complaints == []
     assert "no layer with K/V scales for a quantized KV cache" in unquantized.active[0]
+    assert "2 layers with fp8_e4m3 caches, which run with 1.0" in unquantized.active[0]
 
 
 @pytest.fixture(scope="session")
