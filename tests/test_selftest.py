@@ -94,6 +94,14 @@ class SupportsRaises(Theirs):
         raise OSError("no driver")
 
 
+class PassesOnFloat32(Theirs):
+    @kv.hookimpl
+    def quantize_kv(self, tensor: Any, scale: Any, kv_cache_dtype: str, out: Any) -> Any:
+        if tensor.dtype == torch.float32:
+            return None
+        return super().quantize_kv(tensor, scale, kv_cache_dtype, out)
+
+
 class Policy:
     """Wraps what others do."""
 
@@ -196,6 +204,17 @@ def test_a_difference_is_shown_with_its_values(
     assert f"failed: theirs ({THEIRS}): infinity-fp8_e4m3-float32\n" in printed
     assert "    [0, 0, 0]: inf, scale 1: got 0x7f (nan), expected 0x7e (448)\n" in printed
     assert "checks found something, in" in printed
+
+
+def test_what_it_passes_on_is_skipped_and_no_finding(
+    install: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(theirs=PassesOnFloat32())
+    status, report = run_json(capsys)
+    assert status == cli.FINE
+    results = {(case["dtype"], case["result"]) for case in by_name(report)["theirs"]["cases"]}
+    dtypes = ("bfloat16", "float16")
+    assert results == {("float32", "skipped"), *((dtype, "passed") for dtype in dtypes)}
 
 
 @pytest.mark.parametrize(
