@@ -288,6 +288,94 @@ def test_triton_serves_where_it_cannot_be_imported(
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
+def test_triton_serves_where_its_import_exits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "flashinfer.py").write_text("raise SystemExit('no GPU')")
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    x = values(2, 64)
+    assert_exact(quantize(x), x)
+    assert "cannot be imported (SystemExit: no GPU)" in reason(SM_100)
+
+
+def test_an_interrupt_of_its_import_goes_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "flashinfer.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(values(2, 64))
+
+
+class Lazy(StandIn):
+    """Makes its quantizer when it is asked for it, and fails."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+        del self.nvfp4_kv_quantize
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "nvfp4_kv_quantize":
+            raise self.error
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("error", [ImportError("no tvm_ffi"), SystemExit("no nvcc")], ids=repr)
+def test_triton_serves_where_its_functions_cannot_be_had(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, Lazy(error))
+    x = values(2, 64)
+    for _ in range(2):
+        assert_exact(quantize(x), x)
+    problem = (
+        "FlashInfer 0.7.4 is left out: its functions cannot be examined "
+        f"({type(error).__name__}: {error}); pip install --upgrade flashinfer-python"
+    )
+    assert reason(SM_100) == f"Triton kernels; {problem}"
+    assert [record.getMessage() for record in caplog.records] == [f"NVFP4 is Triton's: {problem}"]
+
+
+def test_an_interrupt_of_its_functions_goes_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, Lazy(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        quantize(values(2, 64))
+
+
+def test_triton_serves_where_a_signature_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = StandIn()
+    stand_in.nvfp4_kv_dequantize.__signature__ = "none"
+    install(monkeypatch, stand_in)
+    x = values(2, 64)
+    assert_exact(quantize(x), x)
+    assert "its functions cannot be examined (TypeError: " in reason(SM_100)
+    assert not stand_in.calls
+
+
+def test_triton_serves_where_it_cannot_say_what_it_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ask(capability: int) -> bool:
+        raise RuntimeError("no CUDA runtime")
+
+    stand_in = StandIn()
+    stand_in.nvfp4_kv_dequantize.is_compute_capability_supported = ask
+    install(monkeypatch, stand_in)
+    x = values(2, 64)
+    for _ in range(2):
+        assert_exact(quantize(x), x)
+    problem = (
+        "nvfp4_kv_dequantize of FlashInfer 0.7.4 does not say whether it serves sm_100 "
+        "(RuntimeError: no CUDA runtime): pip install --upgrade flashinfer-python"
+    )
+    assert reason(SM_100) == f"Triton kernels; {problem}"
+    assert not stand_in.calls
+    assert [record.getMessage() for record in caplog.records] == [f"NVFP4 is Triton's: {problem}"]
+
+
 def test_facts_of_the_stand_in_are_the_expected_ones() -> None:
     """The same that ``tests/engine/test_flashinfer.py`` asks the real package for."""
     assert flashinfer_facts.facts(StandIn()) == flashinfer_facts.EXPECTED
@@ -574,6 +662,16 @@ def test_the_scale_stays_the_callers(flashinfer: StandIn) -> None:
     assert quantized.scale is scale
     dequantize(quantized, torch.bfloat16)
     assert len(flashinfer.calls) == 2
+
+
+def test_a_scale_that_is_negated_later(flashinfer: StandIn) -> None:
+    scale = torch.tensor([1 - 0.5j]).conj().imag
+    assert scale.is_neg()
+    x = values(2, 32)
+    quantized = cuda_sm100.quantize_kv(x, scale, "nvfp4", SM_100, None)
+    assert torch.equal(quantized.data, quantize(x, scale=0.5).data)
+    assert dequantize(quantized, torch.bfloat16).shape == x.shape
+    assert len(flashinfer.calls) == 3
 
 
 # K and V.

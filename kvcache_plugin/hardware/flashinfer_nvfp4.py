@@ -116,7 +116,7 @@ def _quantized(
         columns = row_length(count, _QUANTIZE_STEP)
         rows = _packed(tensor, _VALUES_ALIGNMENT).view(-1, columns)
         parts = [
-            call(QUANTIZE, device, part, scale.detach())
+            call(QUANTIZE, device, part, scale.detach().resolve_neg())
             for part in torch.split(rows, MOST_VALUES // columns)
         ]
         codes = _joined([part_codes for part_codes, _ in parts])
@@ -139,9 +139,10 @@ def _dequantized(quantized: QuantizedKV, dtype: torch.dtype, device: Device) -> 
     columns = row_length(count, _DEQUANTIZE_STEP)
     codes = _packed(data, _CODES_ALIGNMENT).view(-1, columns // 2)
     scales = _packed(block_scales.view(torch.uint8)).view(-1, columns // _VALUES_PER_SCALE)
+    scale = quantized.scale.detach().resolve_neg()
     most = MOST_VALUES // columns
     values = [
-        call(DEQUANTIZE, device, *part, quantized.scale.detach(), dtype)
+        call(DEQUANTIZE, device, *part, scale, dtype)
         for part in zip(torch.split(codes, most), torch.split(scales, most), strict=True)
     ]
     return _joined(values).view(*lead, 2 * length)

@@ -29,6 +29,7 @@ PARAMETERS: Final = {
     DEQUANTIZE: ("fp4_data", "block_scales", "global_scale", "output_dtype"),
 }
 
+_UPGRADE: Final = "pip install --upgrade flashinfer-python"
 _BY_POSITION: Final = (
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -62,23 +63,34 @@ def installed() -> FlashInfer:
     """FlashInfer, imported; one that is broken is logged."""
     try:
         module = importlib.import_module("flashinfer")
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "flashinfer":
             remedy = 'pip install "kvcache-plugin[cuda]"'
             return FlashInfer(problem=f"FlashInfer is not installed: {remedy}")
         remedy = "pip install --force-reinstall flashinfer-python"
         found = FlashInfer(problem=f"FlashInfer cannot be imported ({_one_line(error)}): {remedy}")
     else:
-        version = str(getattr(module, "__version__", "of unknown version"))
+        found = _examined(module)
+    if found.problem:
+        logger.warning("NVFP4 is Triton's: %s", found.problem)
+    return found
+
+
+def _examined(module: object) -> FlashInfer:
+    """What was imported. Its functions may be made when they are asked for, and that may fail."""
+    version = "of unknown version"
+    try:
+        version = str(getattr(module, "__version__", version))
         problem = "; ".join(problems(module))
         if not problem:
             return FlashInfer(version, {name: getattr(module, name) for name in PARAMETERS})
-        remedy = "pip install --upgrade flashinfer-python"
-        found = FlashInfer(
-            version, problem=f"FlashInfer {version} is left out: {problem}; {remedy}"
-        )
-    logger.warning("NVFP4 is Triton's: %s", found.problem)
-    return found
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        problem = f"its functions cannot be examined ({_one_line(error)})"
+    return FlashInfer(version, problem=f"FlashInfer {version} is left out: {problem}; {_UPGRADE}")
 
 
 @cache
@@ -90,7 +102,17 @@ def why_not_flashinfer(device: Device) -> str:
     assert device.capability is not None
     major, minor = device.capability
     for name, function in flashinfer.functions.items():
-        declared = capabilities(function)
+        try:
+            declared = capabilities(function)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            problem = (
+                f"{name} of FlashInfer {flashinfer.version} does not say whether it serves "
+                f"{device} ({_one_line(error)}): {_UPGRADE}"
+            )
+            logger.warning("NVFP4 is Triton's: %s", problem)
+            return problem
         if 10 * major + minor not in declared:
             names = ", ".join(f"sm_{capability}" for capability in declared) or "no GPU"
             return f"FlashInfer {flashinfer.version} declares {name} for {names}, and not {device}"
@@ -159,7 +181,7 @@ def _takes(function: Function, expected: tuple[str, ...]) -> bool:
     )
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     message = str(error).strip()
     first = message.splitlines()[0].rstrip(".:") if message else ""
     return f"{type(error).__name__}: {first}" if first else repr(error)
