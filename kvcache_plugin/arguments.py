@@ -110,6 +110,11 @@ def scale_tensor(scale: object, tensor: torch.Tensor, kv_format: KVFormat) -> to
 
 def filled(scale: object, device: torch.device) -> torch.Tensor:
     """A number as float32 ``[1]``."""
+    return torch.full((1,), checked_number(scale), dtype=torch.float32, device=device)
+
+
+def checked_number(scale: object) -> float:
+    """A number that can be a scale."""
     value = as_float(scale)
     if value is None:
         raise KVQuantizeError(
@@ -121,7 +126,7 @@ def filled(scale: object, device: torch.device) -> torch.Tensor:
             f"the scale must be finite and > 0 in torch.float32, got {scale!r}; take scales from "
             "validate_kv_scales, which refuses corrupt ones"
         )
-    return torch.full((1,), value, dtype=torch.float32, device=device)
+    return value
 
 
 def _checked_scale_tensor(
@@ -169,7 +174,19 @@ def _scale_name(kv_format: KVFormat) -> str:
 def out_buffers(out: object, tensor: torch.Tensor, kv_format: KVFormat) -> OutBuffers:
     buffers = buffers_of(out)
     _check_layout(*buffers, tensor.shape, tensor.device, kv_format, "out")
+    for name, part in zip(buffers._fields, buffers, strict=True):
+        if part is not None and 0 in part.stride():
+            _check_is_writable(part, f"out: {name}")
     return buffers
+
+
+def _check_is_writable(part: torch.Tensor, what: str) -> None:
+    shape, strides = tuple(part.shape), part.stride()
+    if any(step == 0 and length > 1 for length, step in zip(shape, strides, strict=True)):
+        raise KVQuantizeError(
+            f"{what} must have a place of its own for each element, got shape {shape} with strides "
+            f"{strides}; give a buffer that is not expanded"
+        )
 
 
 def buffers_of(out: object) -> OutBuffers:

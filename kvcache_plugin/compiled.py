@@ -17,7 +17,7 @@ from kvcache_plugin.arguments import (
     check_pair,
     check_quantized,
     check_value_dtype,
-    filled,
+    checked_number,
     out_pair,
 )
 from kvcache_plugin.device import Device, of_existing
@@ -104,8 +104,15 @@ def _named_or_not(kv_cache_dtype: str, device: torch.device | None) -> tuple[str
 
 
 def _scale(scale: Scale, device: torch.device) -> torch.Tensor:
-    """A tensor as it is, for the op to look at; a number in a tensor."""
-    return scale.detach() if isinstance(scale, torch.Tensor) else filled(scale, device)
+    """A tensor as it is, for the op to look at; a number in a tensor.
+
+    A fill would make the number a constant of what is compiled, a product does not. In float64 it
+    is exact, so that it is rounded once, as by a fill.
+    """
+    if isinstance(scale, torch.Tensor):
+        return scale.detach()
+    one = torch.ones((1,), dtype=torch.float64, device=device)
+    return (one * checked_number(scale)).to(torch.float32)
 
 
 def _multiplier(scale: torch.Tensor) -> torch.Tensor:

@@ -383,6 +383,19 @@ def test_out_of_another_kind(out: Any, name: str) -> None:
 
 
 @every_format
+@pytest.mark.parametrize("field", ["data", "block_scales"])
+def test_out_whose_elements_share_their_place(field: str, name: str) -> None:
+    whole = kv.quantize_kv(values(), 0.5, name)
+    parts = {"data": whole.data, "block_scales": whole.block_scales}
+    if parts[field] is None:
+        field = "data"
+    part = parts[field]
+    assert part is not None
+    parts[field] = torch.zeros_like(part[:1]).expand(part.shape)
+    refused_out(name, (parts["data"], parts["block_scales"]), field, "not expanded")
+
+
+@every_format
 def test_out_as_a_list(name: str) -> None:
     refused_out(name, list(buffers(name)), "tuple", "list")
 

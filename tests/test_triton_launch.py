@@ -346,7 +346,8 @@ def test_a_negative_view_and_a_tensor_with_gradients(form: str) -> None:
 
 def test_scales_of_heads_lie_anywhere() -> None:
     source = filled(packed(2), (3, 4, HEAD_DIM), torch.float32)
-    for scale in (torch.linspace(0.01, 1, 8)[1::2], torch.tensor([0.07]).expand(4)):
+    negated = torch._neg_view(torch.linspace(-1, -0.01, 4))
+    for scale in (torch.linspace(0.01, 1, 8)[1::2], torch.tensor([0.07]).expand(4), negated):
         assert_as_reference(source, "fp8_e4m3", scale)
         codes = reference(source, scale, "fp8_e4m3")
         expected = cpu_reference.dequantize_kv(codes, torch.float32, CPU)

@@ -85,7 +85,7 @@ def quantize(
         or one for each head.
     """
     sources = [_readable(tensor) for tensor in tensors]
-    multipliers = [scale.contiguous() for scale in scales]
+    multipliers = [scale.resolve_neg().contiguous() for scale in scales]
     if not _alike(*zip(sources, multipliers, strict=True)):
         return None
     if outs is None:
@@ -126,7 +126,7 @@ def dequantize(quantized: QuantizedKV, dtype: torch.dtype) -> torch.Tensor:
     if not count:
         return values
     parts = [_readable(part) for part in _byte_views(quantized)]
-    scale = quantized.scale.contiguous()
+    scale = quantized.scale.resolve_neg().contiguous()
     rows = _rows(*parts)
     if rows.dims > _MOST_DIMS:
         parts = [part.contiguous() for part in parts]
