@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -145,6 +146,14 @@ class TestBeforeTheWeights:
         (line,) = messages(caplog, logging.INFO)
         assert line.endswith("not compared with them: the files could not be read")
 
+    def test_twenty_layers_are_listed_in_the_models_order(self, tmp_path: Path) -> None:
+        scales: dict[int, tuple[Scale, Scale]] = dict.fromkeys(range(24), (NAN, 0.06))
+        write_checkpoint(tmp_path, scales, num_hidden_layers=24, hidden_size=32)
+        with pytest.raises(KVScaleError, match="and 4 more layers") as refused:
+            before(LoadGate(ENGINE, "strict"), tmp_path, [layer(i) for i in range(24)])
+        named = re.findall(r"layers\.(\d+)\.self_attn\.attn:", str(refused.value))
+        assert named == [str(i) for i in range(20)]
+
     def test_a_fault_of_ours_stops_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -222,7 +231,8 @@ class TestCoverage:
         write_checkpoint(tmp_path, scales, num_hidden_layers=24, hidden_size=32)
         load_model(tmp_path, *(layer(i) for i in range(24)))
         (warning,) = messages(caplog, logging.WARNING)
-        assert warning.count(".attn:") == 20
+        named = re.findall(r"layers\.(\d+)\.self_attn\.attn:", warning)
+        assert named == [str(i) for i in range(20)]  # the model's order, which is not the files'
         assert "and 4 more layers" in warning
 
     @pytest.mark.parametrize("mode", ["strict", "warn"])
@@ -322,7 +332,7 @@ def test_modules_are_found_under_other_names(
 ) -> None:
     stored = [StoredLayer(module, False, (), ()) for module in modules]
     held = [LoadedScales(name, None, None, "fp8_e4m3", CPU) for name in names]
-    assert list(assign(stored, held, is_draft=False)) == [modules[i] for i in expected]
+    assert list(assign(stored, held, is_draft=False)) == [stored[i] for i in expected]
 
 
 def test_draft_layers_are_those_of_draft_models() -> None:
@@ -331,8 +341,8 @@ def test_draft_layers_are_those_of_draft_models() -> None:
         for name, is_draft in (("model.layers.0.self_attn", False), ("mtp.layers.0.attn", True))
     ]
     held = [LoadedScales("x.layers.0.self_attn.attn", None, None, "fp8_e4m3", CPU)]
-    assert list(assign(stored, held, is_draft=False)) == ["model.layers.0.self_attn"]
-    assert list(assign(stored, held, is_draft=True)) == ["mtp.layers.0.attn"]
+    assert list(assign(stored, held, is_draft=False)) == [stored[0]]
+    assert list(assign(stored, held, is_draft=True)) == [stored[1]]
 
 
 class TestReport:

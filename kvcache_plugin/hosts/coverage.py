@@ -110,8 +110,8 @@ def read_stored(
 
 def assign(
     stored: Sequence[StoredLayer], layers: Sequence[LoadedScales], *, is_draft: bool
-) -> dict[str, list[LoadedScales]]:
-    """Which layers of the model the modules in the files are: module -> layers.
+) -> dict[StoredLayer, list[LoadedScales]]:
+    """Which layers of the model the modules in the files are: module -> layers, in their order.
 
     Models have names of their own for the same module, so what stands in front of
     ``layers.3.self_attn`` may differ. What fits more than one module is nobody's. A module may be
@@ -121,17 +121,17 @@ def assign(
     """
     drafts = [layer for layer in stored if layer.is_draft]
     own = drafts or list(stored) if is_draft else [one for one in stored if not one.is_draft]
-    by_name = {layer.module: layer.module for layer in own}
-    by_tail = _unique((_tail(layer.module), layer.module) for layer in own)
-    by_place = _unique((_place(layer.module), layer.module) for layer in own)
-    assigned: dict[str, list[LoadedScales]] = {}
+    by_name = {layer.module: layer for layer in own}
+    by_tail = _unique((_tail(layer.module), layer) for layer in own)
+    by_place = _unique((_place(layer.module), layer) for layer in own)
+    assigned: dict[StoredLayer, list[LoadedScales]] = {}
     for layer in layers:
         module = (
             _longest(by_name, layer.layer)
             or _longest(by_tail, _tail(layer.layer))
-            or by_place.get(_place(layer.layer), "")
+            or by_place.get(_place(layer.layer))
         )
-        if module:
+        if module is not None:
             assigned.setdefault(module, []).append(layer)
     return assigned
 
@@ -164,16 +164,15 @@ def as_loaded(stored: StoredLayer, layer: LoadedScales, engine: str) -> LoadedSc
 
 
 def lost_scales(
-    stored: Sequence[StoredLayer], assigned: Mapping[str, Sequence[LoadedScales]], engine: str
+    assigned: Mapping[StoredLayer, Sequence[LoadedScales]], engine: str
 ) -> tuple[LostScale, ...]:
     """The scales in the files of which the layers that they belong to hold nothing."""
     lost = []
-    for module in stored:
-        layers = assigned.get(module.module, ())
+    for module, layers in assigned.items():
         scales = [
             scale
             for side in ("k", "v")
-            if layers and all(getattr(layer, side) is None for layer in layers)
+            if all(getattr(layer, side) is None for layer in layers)
             for scale in module.side(side)
             if not scale.values or any(value != UNSET for value in scale.values)
         ]
@@ -231,19 +230,17 @@ def _place(name: str) -> str:
     return ".".join(_tail(name).split(".")[:2])
 
 
-def _longest(modules: Mapping[str, str], layer: str) -> str:
+def _longest(modules: Mapping[str, StoredLayer], layer: str) -> StoredLayer | None:
     """The module that a layer is, or is in."""
     name = layer
-    while name:
-        if name in modules:
-            return modules[name]
+    while name and name not in modules:
         name = name.rpartition(".")[0]
-    return ""
+    return modules.get(name)
 
 
-def _unique(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+def _unique(pairs: Iterable[tuple[str, StoredLayer]]) -> dict[str, StoredLayer]:
     """The pairs whose first part is there once, and is not empty."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        found[key] = None if key in found else value
-    return {key: value for key, value in found.items() if key and value is not None}
+    found: dict[str, StoredLayer | None] = {}
+    for key, layer in pairs:
+        found[key] = None if key in found else layer
+    return {key: layer for key, layer in found.items() if key and layer is not None}

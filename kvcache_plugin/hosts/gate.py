@@ -254,9 +254,8 @@ class LoadGate:
     ) -> list[KVScaleError]:
         assigned = assign(stored.layers, layers, is_draft=load.is_draft)
         errors = []
-        for module in stored.layers:
-            layer = next(iter(assigned.get(module.module, ())), None)
-            found = as_loaded(module, layer, self.engine) if layer else None
+        for module, of_module in assigned.items():
+            found = as_loaded(module, of_module[0], self.engine)
             if found is not None:
                 with quiet():  # what is no error is said after loading
                     verdict = self._check(found)
@@ -270,7 +269,7 @@ class LoadGate:
         found: list[LostScale] = []
         for stored in load.stored:
             assigned = assign(stored.layers, layers, is_draft=load.is_draft)
-            found += lost_scales(stored.layers, assigned, self.engine)
+            found += lost_scales(assigned, self.engine)
             if stored.layers and not assigned and not load.is_draft and not load.not_checked:
                 load.not_checked = "no layer of the model has a name that the files' scales have"
         return tuple(found)
