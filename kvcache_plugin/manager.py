@@ -28,6 +28,7 @@ from kvcache_plugin.plugins import (
     find_entry_points,
     new_plugin_manager,
     one_line,
+    raised_by,
     subset,
     wraps,
 )
@@ -277,8 +278,9 @@ class Manager:
         try:
             return self._selections[device, kv_cache_dtype]  # type: ignore[index]
         except (KeyError, TypeError):
-            kv_format = self.kv_format(kv_cache_dtype)
-            return None if kv_format is None else self._select((device, kv_format.name))
+            with self._lock:  # another thread may take the format out
+                kv_format = self.kv_format(kv_cache_dtype)
+                return None if kv_format is None else self._select((device, kv_format.name))
 
     def nobody(self, hook: HookName, serving: Serving) -> NoImplementationError:
         """The error for a hook that gave no result."""
@@ -289,8 +291,7 @@ class Manager:
             else "no implementation serves this"
         )
         reasons = "; ".join(
-            f"{row.name} ({row.distribution}): {row.reason}"
-            for row in self.explain(device, kv_cache_dtype)
+            f"{row.name} ({row.distribution}): {row.reason}" for row in self._explain(serving)
         )
         return NoImplementationError(
             f"{hook} of {kv_cache_dtype} on {device}: {what}. Install or unblock an implementation "
@@ -303,8 +304,17 @@ class Manager:
         return ", or if that passed ".join(str(self._loaded(name)) for name in names)
 
     def explain(self, device: Device, kv_cache_dtype: str) -> tuple[Explanation, ...]:
-        """Every implementation in call order: what it is chosen for, and why or why not."""
-        serving = self._select((device, kv_cache_dtype))
+        """Every implementation in call order: what it is chosen for, and why or why not.
+
+        :raises KVCacheError: for a format that was taken out.
+        """
+        with self._lock:
+            if kv_cache_dtype not in self._formats:
+                raise KVCacheError(f"no implementation brings {kv_cache_dtype!r} any more")
+            serving = self._select((device, kv_cache_dtype))
+        return self._explain(serving)
+
+    def _explain(self, serving: Serving) -> tuple[Explanation, ...]:
         return tuple(self._explain_one(found, serving) for found in self.implementations)
 
     def describe(self, name: str, device: Device, kv_cache_dtype: str) -> KVDescription:
@@ -329,7 +339,7 @@ class Manager:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            return KVDescription(), f"its describe_kv raised {one_line(error)}"
+            return KVDescription(), f"{self._whose(DESCRIBE, name, error)} raised {one_line(error)}"
         return KVDescription(), "" if answer is None else problem
 
     def _explain_one(self, found: Implementation, serving: Serving) -> Explanation:
@@ -368,10 +378,10 @@ class Manager:
         )
 
     def _first_written(self, device: Device, kv_cache_dtype: object) -> Serving | None:
-        kv_format = self.kv_format(kv_cache_dtype, device)
-        if kv_format is None:
-            return None
-        with self._lock:
+        with self._lock:  # another thread may take the format out
+            kv_format = self.kv_format(kv_cache_dtype, device)
+            if kv_format is None:
+                return None
             serving = self._select((device, kv_format.name))
             self._written[device, kv_cache_dtype] = serving
             return serving
@@ -434,21 +444,29 @@ class Manager:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
+            problem = f"{self._whose(SUPPORTS, name, error)} raised {one_line(error)}"
             logger.warning(
-                "implementation %s is left out for %s on %s: its supports_kv raised %s",
+                "implementation %s is left out for %s on %s: %s",
                 self._loaded(name),
                 kv_cache_dtype,
                 device,
-                one_line(error),
+                problem,
                 exc_info=error,
             )
-            return Refusal(f"its supports_kv raised {one_line(error)}", is_broken=True)
+            return Refusal(problem, is_broken=True)
         if answer is True:
             return None
         if isinstance(answer, str) and answer:
             return Refusal(answer)
         problem = f"its supports_kv answered {answer!r} instead of True or the reason why not"
         return Refusal(problem, is_broken=True)
+
+    def _whose(self, hook: str, name: str, error: BaseException) -> str:
+        """The function that raised when a plugin was asked: its own, or one that wraps it."""
+        raiser = raised_by(error, getattr(self._plugins.hook, hook))
+        if raiser in ("", name):
+            return f"its {hook}"
+        return f"the {hook} of {self._loaded(raiser)}, which wraps its own,"
 
     def _ask(self, hook: str, name: str, device: Device, kv_cache_dtype: str) -> object:
         """What one plugin answers to a hook that collects answers; ``None`` for nothing."""

@@ -85,6 +85,8 @@ def check_plugin(plugin: object, name: object) -> tuple[tuple[str, ...], str, tu
     """
     if not isinstance(name, str):
         raise BrokenPluginError(f"its name must be a string, got {name!r}")
+    if not name:
+        raise BrokenPluginError("its name is empty; give it one")
     if isinstance(plugin, type):
         raise BrokenPluginError(f"{plugin.__name__} is a class; give a module or an instance")
     trial = new_plugin_manager()
@@ -93,8 +95,10 @@ def check_plugin(plugin: object, name: object) -> tuple[tuple[str, ...], str, tu
         trial.register(plugin, name)
         trial.check_pending()
         hooks = tuple(hook for hook in KNOWN_HOOKS if call_order(trial, hook))
+        for hook in hooks:
+            _check_called_by_position(trial, hook)
         summary, new_formats = _summary_of(plugin), _formats_of(trial)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BrokenPluginError):
         raise
     except BaseException as error:
         raise BrokenPluginError(one_line(error)) from error
@@ -144,6 +148,25 @@ def call_order(plugins: pluggy.PluginManager, hook: str) -> list[pluggy.HookImpl
 
 def wraps(impl: pluggy.HookImpl) -> bool:
     return impl.wrapper or impl.hookwrapper
+
+
+def _check_called_by_position(plugins: pluggy.PluginManager, hook: str) -> None:
+    for impl in call_order(plugins, hook):
+        try:
+            # What a decorator wraps may get its keywords from the decorator.
+            signature = inspect.signature(impl.function, follow_wrapped=False)
+        except (TypeError, ValueError):  # a function that does not say
+            continue
+        missing = [
+            name
+            for name, parameter in signature.parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        ]
+        if missing:
+            raise BrokenPluginError(
+                f"its {hook} takes {', '.join(missing)} by keyword alone, and arguments are given "
+                "by position; take the * out of its parameters"
+            )
 
 
 def _formats_of(plugins: pluggy.PluginManager) -> tuple[KVFormat, ...]:

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -600,12 +601,51 @@ def test_an_interrupt_of_supports_kv_goes_up(register: Register) -> None:
         _quantize()
 
 
+def test_a_wrapper_of_supports_kv_that_raises_is_named(
+    register: Register, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Policy:
+        @kv.hookimpl(wrapper=True)
+        def supports_kv(self) -> Iterator[None]:
+            yield
+            raise OSError("no licence")
+
+        @kv.hookimpl(wrapper=True)
+        def describe_kv(self) -> Iterator[None]:
+            yield
+            raise OSError("no words")
+
+    register(Quantizer(), "vendor")
+    register(Policy(), "policy")
+    whose = "of 'policy' (registered at run time), which wraps its own, raised OSError: no"
+    for name in ("vendor", "cpu_reference"):
+        assert _row(name).reason == f"the supports_kv {whose} licence"
+        problem = get_manager().description_problem(name, CPU, "fp8_e4m3")
+        assert problem == f"the describe_kv {whose} words"
+    left_out = "implementation 'vendor' (registered at run time) is left out for fp8_e4m3 on cpu"
+    assert f"{left_out}: the supports_kv {whose} licence" in caplog.text
+
+
+def test_one_that_raises_through_a_wrapper_of_supports_kv_is_blamed_itself(
+    register: Register,
+) -> None:
+    class Policy:
+        @kv.hookimpl(wrapper=True)
+        def supports_kv(self) -> Generator[None, Any, Any]:
+            return (yield)
+
+    register(Policy(), "policy")
+    register(Quantizer(supports=OSError("no driver")), "vendor")
+    assert _row("vendor").reason == "its supports_kv raised OSError: no driver"
+    assert _row("cpu_reference").chosen
+
+
 def test_a_wrapper_that_makes_something_else_of_the_answers_is_a_reason(
     register: Register,
 ) -> None:
     class Agreeable:
         @kv.hookimpl(wrapper=True)
-        def supports_kv(self) -> Iterator[None]:
+        def supports_kv(self) -> Generator[None, Any, str]:
             yield
             return "never"
 
@@ -680,6 +720,17 @@ class _UnknownArgument:
     def quantize_kv(self, stream: int) -> None: ...
 
 
+class _Keyword:
+    @kv.hookimpl
+    def quantize_kv(self, tensor: torch.Tensor, *, scale: torch.Tensor) -> None: ...
+
+
+class _KeywordOfAWrapper:
+    @kv.hookimpl(wrapper=True)
+    def supports_kv(self, *, device: kv.Device, kv_cache_dtype: str) -> Iterator[None]:
+        yield
+
+
 class _Unmarked:
     def quantize_kv(self) -> None: ...
 
@@ -726,6 +777,38 @@ def test_a_name_is_a_string(name: Any) -> None:
         kv.register(Everywhere(), name)
 
 
+def test_an_empty_name_is_refused() -> None:
+    plugin = Everywhere()
+    with pytest.raises(kv.KVCacheError, match="cannot be registered: its name is empty"):
+        kv.register(plugin, "")
+    with pytest.raises(kv.KVCacheError, match="is not registered"):
+        kv.unregister(plugin)
+
+
+def test_keywords_that_need_not_be_given_are_no_problem(register: Register) -> None:
+    @kv.hookimpl
+    def quantize_kv(tensor: object, *, verbose: bool = False, **others: object) -> None:
+        seen.append((verbose, others))
+
+    def given(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def call(tensor: torch.Tensor) -> None:
+            function(tensor, stream=5)
+
+        return call
+
+    @kv.hookimpl
+    @given
+    def around(tensor: torch.Tensor, *, stream: int) -> None:
+        seen.append(stream)
+
+    seen: list[object] = []
+    register(Plain(quantize_kv=quantize_kv), "vendor")
+    register(Plain(quantize_kv=around), "decorated")
+    _quantize()
+    assert seen == [5, (False, {})]
+
+
 def _broken() -> Iterator[Any]:
     yield pytest.param(Everywhere, "Everywhere is a class; give a module or an instance", id="cls")
     yield pytest.param(_Unhashable(), "TypeError: unhashable type", id="unhashable")
@@ -733,6 +816,10 @@ def _broken() -> Iterator[Any]:
     yield pytest.param(_Unmarked(), "it implements no hook; mark its functions", id="unmarked")
     yield pytest.param(_Misspelt(), "unknown hook 'quantise_kv'", id="misspelt")
     yield pytest.param(_UnknownArgument(), "stream", id="argument")
+    said = "its quantize_kv takes scale by keyword alone, and arguments are given by position; take"
+    yield pytest.param(_Keyword(), said, id="keyword")
+    said = "its supports_kv takes device, kv_cache_dtype by keyword alone"
+    yield pytest.param(_KeywordOfAWrapper(), said, id="keyword of a wrapper")
     yield pytest.param(_RaisingFormats(), "OSError: no driver", id="formats raise")
     yield pytest.param(
         Int8("int8"), "kv_formats gives KVFormat objects, got 'int8'", id="no format"
@@ -829,6 +916,51 @@ def test_an_added_format_goes_with_its_plugin(register: Register) -> None:
         assert not str(caught.value).endswith("int8_test")
     register(plugin)
     kv.explain("cpu", "int8_test")
+
+
+class _Interrupted(Manager):
+    """Takes a plugin out in another thread, as soon as its format is looked up."""
+
+    def __init__(self, plugin: object) -> None:
+        super().__init__()
+        self.register(plugin, "vendor")
+        self.other = threading.Thread(target=self.unregister, args=[plugin])
+
+    def kv_format(self, kv_cache_dtype: object, device: kv.Device | None = None) -> Any:
+        found = super().kv_format(kv_cache_dtype, device)
+        if self.other.ident is None:
+            self.other.start()
+            self.other.join(0.3)
+        return found
+
+
+def test_a_format_that_goes_while_it_is_selected_is_served_or_unknown() -> None:
+    x = torch.ones(2, 32)
+    manager = _Interrupted(Int8())
+    quantized = calls.quantize(manager, CPU, x, 1.0, "int8_test")
+    assert quantized.data.dtype == torch.int8
+    manager.other.join()
+    with pytest.raises(kv.KVQuantizeError, match="unknown kv_cache_dtype 'int8_test'"):
+        calls.quantize(manager, CPU, x, 1.0, "int8_test")
+
+    manager = _Interrupted(Int8())
+    with pytest.raises(kv.NoImplementationError, match="dequantize_kv of int8_test on cpu"):
+        calls.dequantize(manager, CPU, quantized, torch.float32)
+    manager.other.join()
+    with pytest.raises(kv.KVQuantizeError, match="unknown kv_cache_dtype 'int8_test'"):
+        calls.dequantize(manager, CPU, quantized, torch.float32)
+    with pytest.raises(kv.KVCacheError, match="no implementation brings 'int8_test' any more"):
+        manager.explain(CPU, "int8_test")
+
+
+def test_an_error_explains_a_format_that_is_gone() -> None:
+    manager, plugin = Manager(), Int8()
+    manager.register(plugin, "vendor")
+    serving = manager.read(CPU, "int8_test")
+    assert serving is not None
+    manager.unregister(plugin)
+    error = manager.nobody("dequantize_kv", serving)
+    assert "dequantize_kv of int8_test on cpu" in str(error)
 
 
 def test_a_format_belongs_to_one_plugin(register: Register) -> None:
