@@ -35,6 +35,7 @@ MISUSED: Final = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    _replace_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without our characters
     arguments = _parser().parse_args(argv)
@@ -48,6 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return WRONG
     return status
+
+
+def _replace_closed_streams() -> None:
+    """Whoever closed one (``>&-``) wants to see nothing of it; Python has ``None`` there."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8", closefd=False))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 import types
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 import kvcache_plugin
-from kvcache_plugin import cli, doctor, formats, manager
+from kvcache_plugin import KVCacheError, cli, doctor, formats, manager
 from kvcache_plugin.hosts import engines, seams
 
 
@@ -200,6 +201,49 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
     )
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ("plugins", cli.FINE),
+        ("plugins --json", cli.FINE),
+        ("check nowhere", cli.MISUSED),
+        ("explain --device toaster --kv-cache-dtype fp8", cli.MISUSED),
+    ],
+)
+def test_a_stream_that_is_closed_changes_nothing_else(
+    arguments: str, status: int, closed: str, tmp_path: Any
+) -> None:
+    command = [sys.executable, "-m", "kvcache_plugin", *arguments.split()]
+    done = subprocess.run(
+        ["sh", "-c", f"{shlex.join(command)} {closed}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    shows_output = status == cli.FINE and not closed.startswith(">")
+    assert bool(done.stdout) == shows_output
+    shows_error = status == cli.MISUSED and "2>" not in closed
+    assert done.stderr.startswith("kvcache-plugin: ") == shows_error
+
+
+@pytest.mark.parametrize("arguments", [["selftest", "--device", "cpu"], ["check", "somewhere"]])
+def test_progress_needs_no_stderr(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KVCacheError("far enough")
+
+    monkeypatch.setattr("kvcache_plugin.selftest.run", stop)
+    monkeypatch.setattr("kvcache_plugin.check.run.run", stop)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli.main([*arguments, "--json"]) != cli.FINE
+    assert not capsys.readouterr().out
 
 
 def test_what_others_print_does_not_mix_with_ours(
