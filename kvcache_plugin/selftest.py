@@ -150,10 +150,12 @@ def find_device(name: str | None) -> torch.device:
         device = torch.device(name.strip().lower())
     except RuntimeError:
         return _card(Device.parse(name))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise KVCacheError(f"no tensor can be put on {name!r} here: torch sees no GPU. {_REMEDY}")
     try:
         one = torch.ones(1, device=device)
         one.item()  # the meta device has no values
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         raise KVCacheError(
             f"no tensor can be put on {name!r} here: {one_line(error)}. {_REMEDY}"
         ) from error

@@ -41,13 +41,13 @@ class ConformanceSuite:
     :cvar implementation: a module, or an instance of a class, with hook functions.
     :cvar torch_device: where tensors live.
     :cvar device: what the implementation is told; by default what ``torch_device`` is. With
-        ``Device.parse("sm_90")`` code for a GPU is tried on the CPU.
+        ``Device.parse("sm_90")``, or its name, code for a GPU is tried on the CPU.
     :cvar formats: names of formats; by default all that it says it serves on the device.
     """
 
     implementation: ClassVar[object] = None
     torch_device: ClassVar[torch.device | str] = "cpu"
-    device: ClassVar[Device | None] = None
+    device: ClassVar[Device | str | None] = None
     formats: ClassVar[Sequence[str] | None] = None
 
     def test_conforms(self, case: Case | None) -> None:

@@ -471,6 +471,97 @@ class OneScaleForThePair(Right):
         return k, kv.QuantizedKV(v.data, v.block_scales, v_scale, kv_cache_dtype)
 
 
+class PairWithoutNan(Right):
+    @kv.hookimpl
+    def quantize_kv_pair(
+        self, key: Any, value: Any, k_scale: Any, v_scale: Any, kv_cache_dtype: str, out: Any
+    ) -> Any:
+        key, value = (x.nan_to_num(0.0, 0.0, 0.0) for x in (key, value))
+        return super().quantize_kv_pair(key, value, k_scale, v_scale, kv_cache_dtype, out)
+
+
+class PairWithoutNegativeZeroOfV(Right):
+    @kv.hookimpl
+    def quantize_kv_pair(
+        self, key: Any, value: Any, k_scale: Any, v_scale: Any, kv_cache_dtype: str, out: Any
+    ) -> Any:
+        return super().quantize_kv_pair(key, value + 0.0, k_scale, v_scale, kv_cache_dtype, out)
+
+
+class OneWorkspaceForThePair(Right):
+    """Has one for K and one for V, where there are no buffers."""
+
+    def __init__(self) -> None:
+        self.workspaces: dict[Any, torch.Tensor] = {}
+
+    @kv.hookimpl
+    def quantize_kv_pair(
+        self, key: Any, value: Any, k_scale: Any, v_scale: Any, kv_cache_dtype: str, out: Any
+    ) -> Any:
+        both = super().quantize_kv_pair(key, value, k_scale, v_scale, kv_cache_dtype, out)
+        return both if out else tuple(map(self.kept, "KV", both))
+
+    def kept(self, side: str, made: kv.QuantizedKV) -> kv.QuantizedKV:
+        key = (side, tuple(made.data.shape), made.kv_cache_dtype)
+        data = self.workspaces.setdefault(key, torch.empty_like(made.data)).copy_(made.data)
+        return replace(made, data=data)
+
+
+class KeepsTheScale(Right):
+    """Reads the value of a scale tensor once."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def value(self, scale: torch.Tensor) -> torch.Tensor:
+        return self.kept.setdefault(id(scale), (scale, scale.clone()))[1]
+
+    def codes(self, x: torch.Tensor, scale: torch.Tensor, name: str) -> kv.QuantizedKV:
+        return super().codes(x, self.value(scale), name)
+
+    def dequantize(self, quantized: kv.QuantizedKV, dtype: torch.dtype) -> Any:
+        return super().dequantize(replace(quantized, scale=self.value(quantized.scale)), dtype)
+
+
+class ReadsWhereTheScalesMemoryBegins(KeepsTheScale):
+    def value(self, scale: torch.Tensor) -> torch.Tensor:
+        return scale.as_strided(scale.shape, scale.stride(), 0)
+
+
+class BlockScalesLieAsData(Right):
+    """Takes block scales for packed where the data is."""
+
+    @staticmethod
+    def packed(data: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
+        if not data.is_contiguous():
+            return block_scales
+        strides = torch.empty(block_scales.shape, device="meta").stride()
+        return block_scales.as_strided(block_scales.shape, strides)
+
+    def stored(self, x: Any, scale: Any, name: str, made: kv.QuantizedKV, out: Any) -> Any:
+        if out is None or not made.data.numel():
+            return made
+        assert made.block_scales is not None
+        out.data.copy_(made.data)
+        self.packed(out.data, out.block_scales).copy_(made.block_scales)
+        return kv.QuantizedKV(out.data, out.block_scales, scale, name)
+
+    def dequantize(self, quantized: kv.QuantizedKV, dtype: torch.dtype) -> Any:
+        assert quantized.block_scales is not None
+        read = self.packed(quantized.data, quantized.block_scales)
+        return super().dequantize(replace(quantized, block_scales=read), dtype)
+
+
+class OneWorkspaceForValues(Right):
+    def __init__(self) -> None:
+        self.workspaces: dict[Any, torch.Tensor] = {}
+
+    def dequantize(self, quantized: kv.QuantizedKV, dtype: torch.dtype) -> Any:
+        values = super().dequantize(quantized, dtype)
+        key = (tuple(values.shape), dtype)
+        return self.workspaces.setdefault(key, torch.empty_like(values)).copy_(values)
+
+
 class DoublesTwice(Right):
     def convert(self, scales: kv.KVScales, name: str) -> Any:
         return scales.for_fnuz().for_fnuz()
@@ -661,6 +752,28 @@ WRONG: tuple[tuple[type[Right], str, str, str], ...] = (
     (PairAlwaysPasses, E4M3, "pair_plain", r"its quantize_kv_pair passes"),
     (SwapsThePair, E4M3, "pair_plain pair_alike pair_as_singles", r"K of K and V .* codes: "),
     (OneScaleForThePair, E4M3, "pair_plain pair_unlike pair_scale_per_head", r"V of |scale"),
+    (PairWithoutNan, E4M3, "pair_rare_values", r"V: a NaN in each block: codes: "),
+    (PairWithoutNegativeZeroOfV, NVFP4, "pair_rare_values", r"V: zeros of both signs: codes: "),
+    (OneWorkspaceForThePair, E4M3, "pair_new_results", r"changes \d+ bytes of the data of V"),
+    (
+        KeepsTheScale,
+        E4M3,
+        "scale_tensor pair_scale_tensor dequantize_scale_tensor",
+        r"the same scale, changed in place: codes: ",
+    ),
+    (
+        ReadsWhereTheScalesMemoryBegins,
+        NVFP4,
+        "scale_tensor pair_scale_tensor dequantize_scale_tensor",
+        r"a scale inside a tensor: values: ",
+    ),
+    (
+        BlockScalesLieAsData,
+        NVFP4,
+        "out_buffers pair_out dequantize_strides",
+        r"packed, block scales rows with gaps: block scales: ",
+    ),
+    (OneWorkspaceForValues, E4M3, "dequantize_new_results", r"changes \d+ bytes of the values"),
     (DoublesTwice, FNUZ, "scale_conversion", r"k becomes \[0\.2\] instead of \[0\.1\]"),
     (DoublesTheDefault, FNUZ, "default_scales", r"k becomes \[2\.0\] instead of \[1\.0\]"),
     (DoublesNothing, FNUZ, "scale_conversion scale_conversion_per_head", r"k becomes \[0\.05\]"),
@@ -974,6 +1087,11 @@ class SupportsRaises(Right):
             r"^ServesOne on cpu knows no format 'fp9'; known names are fp8_e4m3, ",
         ),
         (SupportsRaises(), None, r"nvfp4: its supports_kv raised OSError: the driver does not ans"),
+        (
+            ServesOne(),
+            [],
+            r"^ServesOne on cpu: no format is asked for, so nothing would be checked",
+        ),
     ],
 )
 def test_nothing_passes_because_nothing_was_looked_at(
@@ -981,6 +1099,20 @@ def test_nothing_passes_because_nothing_was_looked_at(
 ) -> None:
     with pytest.raises(kv.KVCacheError, match=said):
         cases(Candidate.of(implementation), names)
+
+
+@pytest.mark.parametrize("where", ["nonsense", "sm_90", None, object()])
+def test_a_torch_device_that_is_none_is_refused(where: Any) -> None:
+    with pytest.raises(kv.KVCacheError, match=r"^torch_device is what torch\.device takes, "):
+        Candidate.of(Right(), torch_device=where)
+
+
+def test_a_device_may_be_a_name() -> None:
+    assert Candidate.of(Right(), device="sm_90").device == SM_90
+    wrong: Any
+    for wrong in ("toaster", 90):
+        with pytest.raises(kv.KVCacheError, match=f"{wrong!r}; known names are cpu, "):
+            Candidate.of(Right(), device=wrong)
 
 
 class SaysSo(ServesOne):
@@ -1085,6 +1217,16 @@ class TestForgotten(ConformanceSuite):
     pass
 
 
+class TestNoFormats(ConformanceSuite):
+    implementation = cpu_reference
+    formats = []
+
+
+class TestNonsense(ConformanceSuite):
+    implementation = cpu_reference
+    torch_device = "nonsense"
+
+
 class TestClass(ConformanceSuite):
     implementation = NoNegativeZero
 
@@ -1138,6 +1280,8 @@ def test_pytest_skips_what_is_passed_by(outcome: dict[str, str]) -> None:
         ("TestServesNothing", "has nothing to be checked. fp8_e4m3: serves CUDA from sm_80"),
         ("TestForgotten", "TestForgotten has no implementation to test; set `implementation`"),
         ("TestClass", "NoNegativeZero is a class; give a module or an instance"),
+        ("TestNoFormats", "no format is asked for"),
+        ("TestNonsense", "torch_device is what torch.device takes"),
         ("TestNoGpu", "'cuda' has no capability"),
     ],
 )
@@ -1158,3 +1302,16 @@ def test_pytest_may_skip_a_suite_whose_device_is_not_here(outcome: dict[str, str
 def test_the_kit_needs_no_pytest() -> None:
     code = "import kvcache_plugin.testing, sys; assert 'pytest' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_kit_needs_no_docstrings() -> None:
+    code = (
+        "from kvcache_plugin.hardware import cpu_reference as it;"
+        "from kvcache_plugin.testing import Candidate, cases;"
+        "candidate = Candidate.of(it);"
+        "found = [c for c in cases(candidate, ['nvfp4']) if c.check.name in ('plain', 'nan')];"
+        "print(found[0].check.summary, *(c.run(candidate).problems for c in found))"
+    )
+    command = [sys.executable, "-OO", "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["plain", "()", "()", "()", "()"]

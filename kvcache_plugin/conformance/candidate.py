@@ -8,7 +8,7 @@ import torch
 
 from kvcache_plugin import calls, formats
 from kvcache_plugin.device import Device
-from kvcache_plugin.errors import NoImplementationError
+from kvcache_plugin.errors import KVCacheError, NoImplementationError
 from kvcache_plugin.hookspecs import hookimpl
 from kvcache_plugin.manager import Manager
 
@@ -51,19 +51,20 @@ class Candidate:
         implementation: object,
         *,
         torch_device: torch.device | str = "cpu",
-        device: Device | None = None,
+        device: Device | str | None = None,
     ) -> Candidate:
         """An implementation that need not be installed.
 
         :param implementation: a module, or an instance of a class, with hook functions.
         :param device: by default what ``torch_device`` is. With another one code for hardware that
-            is not there is examined with tensors on the CPU.
-        :raises KVCacheError: for a plugin that is broken, or a GPU that is not there.
+            is not there is examined with tensors on the CPU. A string is a name, ``"sm_90"``.
+        :raises KVCacheError: for a plugin that is broken, a device that is unknown, or a GPU that
+            is not there.
         """
-        where = torch.device(torch_device)
+        where = _torch_device(torch_device)
         manager, name = Manager(), _name_of(implementation)
         manager.register(implementation, name)
-        return cls(manager, name, where, Device.of(where) if device is None else device)
+        return cls(manager, name, where, Device.of(where if device is None else device))
 
     @classmethod
     def installed(cls, name: str, others: frozenset[str], torch_device: torch.device) -> Candidate:
@@ -199,6 +200,16 @@ class _PairAnswers:
     def quantize_kv_pair(self) -> Generator[None, object, object]:
         self.last = yield
         return self.last
+
+
+def _torch_device(given: torch.device | str) -> torch.device:
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise KVCacheError(
+            f"torch_device is what torch.device takes, cpu or cuda:0 for instance, got {given!r}; "
+            "an architecture such as sm_90 is a device, and no torch_device"
+        ) from error
 
 
 def _name_of(implementation: object) -> str:

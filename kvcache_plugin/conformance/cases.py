@@ -74,8 +74,9 @@ def cases(candidate: Candidate, kv_cache_dtypes: Sequence[str] | None = None) ->
     """The cases of a candidate.
 
     :param kv_cache_dtypes: by default every format that it says it serves on its device.
-    :raises KVCacheError: for a format that it does not serve, where it serves none, and where it
-        does not say, so that nothing passes because nothing was looked at.
+    :raises KVCacheError: for a format that it does not serve, where none is asked for, where it
+        serves none, and where it does not say, so that nothing passes because nothing was looked
+        at.
     """
     if kv_cache_dtypes is None:
         asked = candidate.served
@@ -86,6 +87,11 @@ def cases(candidate: Candidate, kv_cache_dtypes: Sequence[str] | None = None) ->
             raise KVCacheError(f"{candidate} has nothing to be checked. {said}")
     else:
         asked = tuple(_format(candidate, name) for name in kv_cache_dtypes)
+        if not asked:
+            raise KVCacheError(
+                f"{candidate}: no format is asked for, so nothing would be checked; name one, or "
+                "say None for all that it serves"
+            )
         for kv_format in asked:
             if not candidate.hooks(kv_format):
                 why = candidate.why_not(kv_format)

@@ -63,9 +63,11 @@ def check(
     """Make a check of a function, whose name it takes, and the first line of whose docstring."""
 
     def made(function: Function) -> Check:
+        # Without docstrings (python -OO) the name must do.
+        summary = function.__doc__ or function.__name__.replace("_", " ")
         return Check(
             function.__name__,
-            (function.__doc__ or "").strip().splitlines()[0].rstrip("."),
+            summary.strip().splitlines()[0].rstrip("."),
             function,
             hooks,
             tuple(dtypes),

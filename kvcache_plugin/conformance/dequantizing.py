@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kvcache_plugin.conformance import answers, guards, inputs
+from kvcache_plugin.conformance import answers, guards
 from kvcache_plugin.conformance.check import check, is_nvfp4, per_head
 from kvcache_plugin.quantized import QuantizedKV
 
@@ -71,8 +71,8 @@ def dequantize_strides(trial: Trial) -> None:
         return
     *lead, length = quantized.data.shape
     shape = (*lead, length * trial.kv_format.values_per_element)
-    for layout in inputs.LAYOUTS:
-        for offset in (0, 1):
+    for layout in trial.layouts():
+        for offset in (0,) if layout.is_mixed else (0, 1):
             data, block_scales = trial.buffers(shape, layout, offset=offset).out
             data.copy_(quantized.data)
             if block_scales is not None and quantized.block_scales is not None:
@@ -91,6 +91,32 @@ def dequantize_scale_per_head(trial: Trial) -> None:
             for what, scale in (("", spread.contiguous()), (", every second", spread)):
                 what = f"a scale per head{what}, shape {shape}"
                 trial.dequantize(replace(quantized, scale=scale), what)
+
+
+@check(_DEQUANTIZE)
+def dequantize_scale_tensor(trial: Trial) -> None:
+    """The scale is read anew in each call, and where it lies in its memory."""
+    quantized = trial.codes_of(trial.values(6, 4, 128))
+    if quantized is None:
+        return
+    many = [[0.005, 3.0, 0.02, 0.4]] if per_head(trial.kv_format) else []
+    for values in ([0.03], *many):
+        quantized = replace(quantized, scale=trial.scale_inside(*values))
+        trial.dequantize(quantized, "a scale inside a tensor")
+        quantized.scale.mul_(3)
+        trial.dequantize(quantized, "the same scale, changed in place")
+
+
+@check(_DEQUANTIZE, needs_reference=False)
+def dequantize_new_results(trial: Trial) -> None:
+    """Each call gives new memory: earlier values stay as they are."""
+    earlier, later = (trial.codes_of(trial.values(8, 4, 128, seed=seed)) for seed in (0, 5))
+    if earlier is None or later is None:
+        return
+    values = trial.dequantize(earlier, "the earlier codes")
+    if values is not None:
+        with guards.unchanged(trial, "an earlier result", values=values):
+            trial.dequantize(later, "the later codes")
 
 
 @check(_DEQUANTIZE, needs_reference=False)

@@ -217,6 +217,35 @@ LAYOUTS: Final[Mapping[str, Callable[[tuple[int, ...]], _Room]]] = MappingProxyT
 )
 
 
+class Layout(NamedTuple):
+    """A name in ``LAYOUTS`` for data, and one for block scales."""
+
+    data: str
+    block_scales: str
+
+    def __str__(self) -> str:
+        if self.data == self.block_scales:
+            return self.data
+        return f"{self.data}, block scales {self.block_scales}"
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.data != self.block_scales
+
+
+PACKED: Final = Layout("packed", "packed")
+
+
+def layouts(kv_format: KVFormat) -> list[Layout]:
+    """Data and block scales that lie alike, and one of both packed where there are both."""
+    found = [Layout(name, name) for name in LAYOUTS]
+    if kv_format.block_size is not None:
+        others = [name for name in LAYOUTS if name != "packed"]
+        found += [Layout("packed", name) for name in others]
+        found += [Layout(name, "packed") for name in others]
+    return found
+
+
 class Buffers(NamedTuple):
     """Buffers of the caller, and the memory that they lie in.
 
@@ -238,7 +267,7 @@ class Buffers(NamedTuple):
 def new_buffers(
     shape: Sequence[int],
     kv_format: KVFormat,
-    layout: str,
+    layout: Layout,
     device: torch.device,
     *,
     offset: int = 0,
@@ -248,7 +277,7 @@ def new_buffers(
     :param offset: elements between an aligned place and the buffers.
     """
     data, data_room = _buffer(
-        kv_format.data_shape(shape), kv_format.torch_dtype, layout, device, offset
+        kv_format.data_shape(shape), kv_format.torch_dtype, layout.data, device, offset
     )
     scales_shape, scales_dtype = (
         kv_format.block_scales_shape(shape),
@@ -256,7 +285,9 @@ def new_buffers(
     )
     if scales_shape is None or scales_dtype is None:
         return Buffers(OutBuffers(data), (data_room,))
-    block_scales, scales_room = _buffer(scales_shape, scales_dtype, layout, device, offset)
+    block_scales, scales_room = _buffer(
+        scales_shape, scales_dtype, layout.block_scales, device, offset
+    )
     return Buffers(OutBuffers(data, block_scales), (data_room, scales_room))
 
 

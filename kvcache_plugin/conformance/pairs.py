@@ -66,18 +66,60 @@ def pair_out(trial: Trial) -> None:
     """Buffers for both, also where they lie in different ways."""
     tensors, scales = _both(trial, 2, 3, 2, 2, 128)
     shape = tensors[0].shape
+    gaps = inputs.Layout("rows with gaps", "rows with gaps")
+    order = inputs.Layout(*["leading dimensions in another order"] * 2)
     for layouts in (
-        *((layout, layout) for layout in inputs.LAYOUTS),
-        ("packed", "rows with gaps"),
-        ("leading dimensions in another order", "packed"),
+        *((layout, layout) for layout in trial.layouts()),
+        (inputs.PACKED, gaps),
+        (order, inputs.PACKED),
+        (inputs.PACKED, inputs.Layout("packed", gaps.block_scales)),
     ):
-        what = f"into buffers: {' and '.join(dict.fromkeys(layouts))}"
+        what = f"into buffers: {' and '.join(dict.fromkeys(map(str, layouts)))}"
         buffers = [trial.buffers(shape, layout) for layout in layouts]
         k_out, v_out = (each.out for each in buffers)
         if trial.quantize_pair(tensors, scales, what, out=(k_out, v_out)) is not None:
             count = sum(each.overwritten() for each in buffers)
             if count:
                 trial.wrong(f"{what}: it writes {count} bytes beside the buffers")
+
+
+@check(*_HOOKS, needs_reference=False)
+def pair_new_results(trial: Trial) -> None:
+    """Without buffers each call gives new memory: an earlier result stays as it is."""
+    tensors, scales = _both(trial, 8, 4, 128)
+    first = trial.quantize_pair(tensors, scales, "the earlier values")
+    if first is not None:
+        k, v = first
+        with guards.unchanged(
+            trial,
+            "an earlier result",
+            **{"data of K": k.data, "block scales of K": k.block_scales},
+            **{"data of V": v.data, "block scales of V": v.block_scales},
+        ):
+            key, value = tensors
+            trial.quantize_pair((value, key), scales, "the later values")
+
+
+@check(*_HOOKS)
+def pair_rare_values(trial: Trial) -> None:
+    """Zeros, infinities, NaN, subnormals, huge values, on either side."""
+    scales = trial.scale(0.03), trial.scale(0.07)
+    plain = trial.put(inputs.normal(16, 64, seed=1))
+    for kind, values in inputs.hard(16, 64).items():
+        x = trial.put(values)
+        trial.quantize_pair((x, plain), scales, f"K: {kind}")
+        trial.quantize_pair((plain, x), scales, f"V: {kind}")
+
+
+@check(*_HOOKS)
+def pair_scale_tensor(trial: Trial) -> None:
+    """The scales are read anew in each call, and where they lie in their memory."""
+    tensors, _ = _both(trial, 6, 4, 128)
+    scales = trial.scale_inside(0.03), trial.scale_inside(0.2)
+    trial.quantize_pair(tensors, scales, "scales inside a tensor")
+    for scale in scales:
+        scale.mul_(3)
+    trial.quantize_pair(tensors, scales, "the same scales, changed in place")
 
 
 @check(*_HOOKS, takes=per_head)

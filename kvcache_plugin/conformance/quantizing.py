@@ -230,8 +230,8 @@ def out_buffers(trial: Trial) -> None:
     """Buffers of the caller, of any strides: all of them is written, and nothing beside them."""
     x = trial.values(2, 3, 2, 2, 128)
     scale = trial.scale_for(x)
-    for layout in inputs.LAYOUTS:
-        for offset in (0, 1):
+    for layout in trial.layouts():
+        for offset in (0,) if layout.is_mixed else (0, 1):
             what = f"into buffers: {layout}{', not aligned' * offset}"
             buffers = trial.buffers(x.shape, layout, offset=offset)
             if trial.quantize(x, scale, what, out=buffers.out) is not None:
@@ -276,6 +276,18 @@ def scale_per_head(trial: Trial) -> None:
     trial.quantize(x, spread, "a scale per head, every second of a tensor")
     trial.quantize(x, trial.scale(0.02).expand(4), "a scale per head, expanded from one")
     trial.quantize(x.transpose(0, 1), trial.scale(*(0.01 * i for i in range(1, 7))), "transposed")
+
+
+@check(_QUANTIZE)
+def scale_tensor(trial: Trial) -> None:
+    """The scale is read anew in each call, and where it lies in its memory."""
+    x = trial.values(6, 4, 128)
+    many = [[0.005, 3.0, 0.02, 0.4]] if per_head(trial.kv_format) else []
+    for values in ([0.03], *many):
+        scale = trial.scale_inside(*values)
+        trial.quantize(x, scale, "a scale inside a tensor")
+        scale.mul_(3)
+        trial.quantize(x, scale, "the same scale, changed in place")
 
 
 # What surrounds the call

@@ -87,14 +87,25 @@ class Trial:
         tensor = torch.tensor(values, dtype=torch.float32, device="cpu")
         return tensor.to(self.candidate.torch_device)
 
+    def scale_inside(self, *values: float) -> torch.Tensor:
+        """A scale that does not lie where its memory begins."""
+        return self.scale(9.0, *values, 9.0)[1:-1]
+
     def scale_for(self, x: torch.Tensor) -> torch.Tensor:
         return self.scale(inputs.calibrated_scale(x, self.kv_format))
 
     def buffers(
-        self, shape: tuple[int, ...] | torch.Size, layout: str = "packed", *, offset: int = 0
+        self,
+        shape: tuple[int, ...] | torch.Size,
+        layout: inputs.Layout = inputs.PACKED,
+        *,
+        offset: int = 0,
     ) -> inputs.Buffers:
         device = self.candidate.torch_device
         return inputs.new_buffers(tuple(shape), self.kv_format, layout, device, offset=offset)
+
+    def layouts(self) -> list[inputs.Layout]:
+        return inputs.layouts(self.kv_format)
 
     def codes_of(self, x: torch.Tensor) -> QuantizedKV | None:
         """Codes to dequantize: the reference's, or of a format that is not built in its own."""
