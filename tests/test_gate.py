@@ -217,3 +217,14 @@ def test_start_never_raises(
     gate_module.start("Engine", fail)
     (record,) = caplog.records
     assert "cannot hook Engine, which goes on without it" in record.getMessage()
+
+
+def test_the_gate_comes_without_the_scanner() -> None:
+    """Every process of an engine has the gate, and most of them load no model."""
+    code = (
+        "import sys, kvcache_plugin.hosts.vllm, kvcache_plugin.hosts.sglang\n"
+        "print(*sorted(name for name in sys.modules if name.startswith(\n"
+        "    ('kvcache_plugin.checkpoint', 'safetensors'))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from kvcache_plugin.checkpoint.engine_rules import RELEASES
-from kvcache_plugin.checkpoint.scan import scan_checkpoint
 from kvcache_plugin.errors import shown
 from kvcache_plugin.hosts.loaded import UNSET
 
@@ -85,6 +83,9 @@ def read_stored(
     :param files: the files that it loads.
     :raises KVCacheError: for a checkpoint that cannot be read.
     """
+    # Most processes of an engine load no model, and need none of the scanner.
+    from kvcache_plugin.checkpoint.scan import scan_checkpoint
+
     report = scan_checkpoint(folder, kv_cache_dtype=kv_cache_dtype, device=device)
     loaded = {os.path.basename(file) for file in files}
     drafts = {layer.layer for layer in report.layers if layer.is_draft}
@@ -206,6 +207,8 @@ def _why(scale: StoredScale, engine: str) -> str:
     verdict = next((verdict for verdict in scale.engines if verdict.engine == engine), None)
     if verdict is None or verdict.finds or not verdict.reason:
         return ""
+    from kvcache_plugin.checkpoint.engine_rules import RELEASES  # there by now, with the scanner
+
     return f"{engine} {RELEASES[engine]}: {verdict.reason}"
 
 

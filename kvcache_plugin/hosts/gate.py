@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from kvcache_plugin import __version__
 from kvcache_plugin.api import validate_kv_scales
-from kvcache_plugin.checkpoint.judge import quiet
 from kvcache_plugin.errors import CheckpointError, KVScaleError, add_note, shown
 from kvcache_plugin.hosts.coverage import (
     StoredScales,
@@ -252,6 +251,8 @@ class LoadGate:
     def _check_files(
         self, load: Load, stored: StoredScales, layers: Sequence[LoadedScales]
     ) -> list[KVScaleError]:
+        from kvcache_plugin.checkpoint.judge import quiet  # there by now, with the scanner
+
         assigned = assign(stored.layers, layers, is_draft=load.is_draft)
         errors = []
         for module, of_module in assigned.items():
