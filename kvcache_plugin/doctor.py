@@ -9,10 +9,18 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcache_plugin.hosts import seams
+from kvcache_plugin.hosts import fitting, seams
 from kvcache_plugin.hosts.engines import ENGINES, Engine
 from kvcache_plugin.manager import Implementation, Manager
-from kvcache_plugin.settings import BLOCK, COVERAGE, MODE, REPORT, Settings, read_settings
+from kvcache_plugin.settings import (
+    BLOCK,
+    COVERAGE,
+    MODE,
+    REPORT,
+    VLLM_WRITES,
+    Settings,
+    read_settings,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,7 +102,7 @@ def _examine_engine(engine: Engine) -> EngineStatus:
         version,
         engine.why_not_loaded(),
         tuple(
-            SeamStatus(seam.path, seam.purpose, seams.check_source(seam))
+            SeamStatus(seam.path, seam.purpose, fitting.check_source(seam))
             for seam in seams.SEAMS
             if seam.engine == engine.package
         ),
@@ -116,4 +124,5 @@ def switches(settings: Settings) -> dict[str, str]:
         BLOCK.name: ",".join(sorted(settings.block)),
         COVERAGE.name: settings.coverage,
         REPORT.name: settings.report,
+        VLLM_WRITES.name: settings.vllm_writes,
     }

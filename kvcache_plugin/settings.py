@@ -55,7 +55,14 @@ REPORT: Final = Switch(
     "A file for what came of each load, as JSON; each process puts its number into the name.",
     "",
 )
-SWITCHES: Final = (MODE, BLOCK, COVERAGE, REPORT)
+VLLM_WRITES: Final = Switch(
+    "KVCACHE_PLUGIN_VLLM_WRITES",
+    "What writes an FP8 KV cache of vLLM: auto leaves it to vLLM, unless an implementation that is "
+    "not built in quantizes for the device and format, hook rounds K and V by quantize_kv always.",
+    "auto",
+    ("auto", "hook"),
+)
+SWITCHES: Final = (MODE, BLOCK, COVERAGE, REPORT, VLLM_WRITES)
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ class Settings:
     problems: tuple[str, ...] = ()
     coverage: str = COVERAGE.default
     report: str = REPORT.default
+    vllm_writes: str = VLLM_WRITES.default
 
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -85,7 +93,8 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     names = (name.strip() for name in environ.get(BLOCK.name, "").split(","))
     block = frozenset(filter(None, names))
     report = environ.get(REPORT.name, "").strip() or REPORT.default
-    return Settings(mode, block, tuple(problems), coverage, report)
+    vllm_writes = _one_of(VLLM_WRITES, environ, problems)
+    return Settings(mode, block, tuple(problems), coverage, report, vllm_writes)
 
 
 def _one_of(switch: Switch, environ: Mapping[str, str], problems: list[str]) -> str:

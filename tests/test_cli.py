@@ -15,7 +15,7 @@ import pytest
 
 import kvcache_plugin
 from kvcache_plugin import KVCacheError, cli, doctor, formats, manager
-from kvcache_plugin.hosts import engines, seams
+from kvcache_plugin.hosts import engines, fitting, seams
 
 
 @pytest.fixture(autouse=True)
@@ -431,7 +431,7 @@ class TestDoctor:
         # The imported module is judged in the same way.
         module = types.ModuleType("module")
         exec(source, vars(module))
-        assert (seams.check_module(seams.VLLM_MODEL, module) == "") is fits
+        assert (fitting.check_module(seams.VLLM_MODEL, module) == "") is fits
 
     def test_a_folder_of_that_name_is_no_engine(
         self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

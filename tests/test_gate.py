@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,6 +16,9 @@ from kvcache_plugin import KVScaleError
 from kvcache_plugin.hosts import gate as gate_module
 from kvcache_plugin.hosts.gate import LoadGate
 from kvcache_plugin.hosts.loaded import LoadedScales, present, unless_marked
+
+if TYPE_CHECKING:
+    from kvcache_plugin.settings import Settings
 
 NAN = float("nan")
 CPU = torch.device("cpu")
@@ -192,7 +195,7 @@ def test_only_exactly_minus_one_is_a_marker(dtype: torch.dtype) -> None:
 def test_start_reads_the_switches_once(variables: dict[str, str], hooked: bool, said: str) -> None:
     code = (
         "from kvcache_plugin.hosts.gate import start\n"
-        "for _ in range(2): start('Engine', lambda gate: print('hooked', gate.engine))\n"
+        "for _ in range(2): start('Engine', lambda gate, _: print('hooked', gate.engine))\n"
     )
     clean = {k: v for k, v in os.environ.items() if not k.startswith("KVCACHE_PLUGIN_")}
     done = subprocess.run(
@@ -210,7 +213,7 @@ def test_start_reads_the_switches_once(variables: dict[str, str], hooked: bool, 
 def test_start_never_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(gate: LoadGate) -> None:
+    def fail(gate: LoadGate, settings: Settings) -> None:
         raise RuntimeError("a fault of the plugin")
 
     monkeypatch.setattr(gate_module, "_started", set())

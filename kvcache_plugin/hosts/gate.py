@@ -26,7 +26,14 @@ from kvcache_plugin.hosts.coverage import (
 )
 from kvcache_plugin.hosts.load_report import LoadFacts, ReportFile, gather
 from kvcache_plugin.scales import KVScales
-from kvcache_plugin.settings import COVERAGE, MODE, REPORT, read_settings, report_problems
+from kvcache_plugin.settings import (
+    COVERAGE,
+    MODE,
+    REPORT,
+    Settings,
+    read_settings,
+    report_problems,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +55,7 @@ _GATHERING: Final = "putting a report together"
 _started: set[str] = set()
 
 
-def start(engine: str, hook: Callable[[LoadGate], None]) -> None:
+def start(engine: str, hook: Callable[[LoadGate, Settings], None]) -> None:
     """Read the switches and hook an engine, once in a process. It never raises."""
     if engine in _started:
         return
@@ -57,7 +64,8 @@ def start(engine: str, hook: Callable[[LoadGate], None]) -> None:
         settings = read_settings()
         report_problems(settings)
         if settings.mode != "off":
-            hook(LoadGate(engine, settings.mode, settings.coverage, settings.report))
+            gate = LoadGate(engine, settings.mode, settings.coverage, settings.report)
+            hook(gate, settings)
     except Exception:
         logger.exception("kvcache_plugin cannot hook %s, which goes on without it", engine)
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from kvcache_plugin.device import Device
-from kvcache_plugin.hosts import seams
+from kvcache_plugin.hosts import fitting, seams, sglang_nvfp4, sglang_writes
 from kvcache_plugin.hosts.gate import Load, LoadGate, leave_out, start
 from kvcache_plugin.hosts.loaded import UNSET, LoadedScales, present, unless_marked
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from kvcache_plugin.hosts.seams import Seam
     from kvcache_plugin.scales import KVScales
+    from kvcache_plugin.settings import Settings
 
 #: SGLang's names for KV caches whose scales follow our rules; see ``_kv_format``.
 _FORMATS: Final = ("fp8_e4m3", "fp8_e5m2", "nvfp4")
@@ -31,22 +32,13 @@ def register() -> None:
     start("SGLang", _hook)
 
 
-def _hook(gate: LoadGate) -> None:
+def _hook(gate: LoadGate, _: Settings) -> None:
     # Without these the others have nothing to stand on.
     if not (_fits(gate, seams.SGLANG_HOOKS) and _fits(gate, seams.SGLANG_CONFIG)):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    adapter = _Adapter(gate)
-    wrappers: tuple[tuple[Seam, Callable[..., Any]], ...] = (
-        (seams.SGLANG_LAYER, adapter.process_layer),
-        (seams.SGLANG_MODEL, adapter.process_model),
-        (seams.SGLANG_RESTORE, adapter.restore_model),
-        (seams.SGLANG_FILE, adapter.load_file),
-        (seams.SGLANG_LOADER, adapter.choose_loader),
-        (seams.SGLANG_LOAD, adapter.load_model),
-        (seams.SGLANG_FILES, adapter.prepare_files),
-    )
+    wrappers = (*_Adapter(gate).wrappers(), *sglang_writes.wrappers(), *sglang_nvfp4.wrappers())
     # SGLang ignores a hook on a target that it has patched already, and does not say so.
     patched = getattr(HookRegistry, "_patched", ())
     for seam, wrapper in wrappers:
@@ -60,7 +52,7 @@ def _hook(gate: LoadGate) -> None:
 
 def _fits(gate: LoadGate, seam: Seam) -> bool:
     try:
-        problem = seams.check_module(seam, importlib.import_module(seam.module))
+        problem = fitting.check_module(seam, importlib.import_module(seam.module))
     except Exception as error:
         problem = f"{seam.module} cannot be imported: {type(error).__name__}: {error}"
     if problem:
@@ -94,6 +86,17 @@ class _Adapter:
         )
         self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self._loading: tuple[ReferenceType[torch.nn.Module], Load] | None = None
+
+    def wrappers(self) -> tuple[tuple[Seam, Callable[..., Any]], ...]:
+        return (
+            (seams.SGLANG_LAYER, self.process_layer),
+            (seams.SGLANG_MODEL, self.process_model),
+            (seams.SGLANG_RESTORE, self.restore_model),
+            (seams.SGLANG_FILE, self.load_file),
+            (seams.SGLANG_LOADER, self.choose_loader),
+            (seams.SGLANG_LOAD, self.load_model),
+            (seams.SGLANG_FILES, self.prepare_files),
+        )
 
     def choose_loader(
         self, original: Callable[..., Any], load_config: Any, *args: Any, **kwargs: Any

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from kvcache_plugin.hosts import seams
+from kvcache_plugin.hosts import fitting, seams
 from kvcache_plugin.hosts.gate import Load, LoadGate, leave_out, start
 from kvcache_plugin.hosts.late import when_imported
 from kvcache_plugin.hosts.loaded import UNSET, LoadedScales, present, unless_marked
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from kvcache_plugin.hosts.seams import Seam
     from kvcache_plugin.scales import KVScales
+    from kvcache_plugin.settings import Settings
 
 _SIDES: Final = ("k", "v")
 #: vLLM's names for the KV caches whose scales follow our rules. The others are left alone.
@@ -43,7 +44,7 @@ def register() -> None:
     start("vLLM", _hook)
 
 
-def _hook(gate: LoadGate) -> None:
+def _hook(gate: LoadGate, settings: Settings) -> None:
     adapter = _Adapter(gate)
     for seam, fit in (
         (seams.VLLM_CONFIG, adapter.fit_config),
@@ -54,7 +55,7 @@ def _hook(gate: LoadGate) -> None:
         (seams.VLLM_FILES, adapter.fit_files),
         (seams.VLLM_RANK, adapter.fit_rank),
     ):
-        if seams.source_file(seam) is None:
+        if fitting.source_file(seam) is None:
             leave_out(gate.engine, seam, f"there is no module {seam.module}")
         else:
             fit_it = functools.partial(_fit_if_it_fits, gate, seam, fit)
@@ -66,7 +67,7 @@ def _hook(gate: LoadGate) -> None:
 def _fit_if_it_fits(
     gate: LoadGate, seam: Seam, fit: Callable[[ModuleType], None], module: ModuleType
 ) -> None:
-    problem = seams.check_module(seam, module)
+    problem = fitting.check_module(seam, module)
     if problem:
         leave_out(gate.engine, seam, problem)
     else:

@@ -24,8 +24,9 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from kvcache_plugin import Device, KVScaleError
-from kvcache_plugin.hosts import seams, sglang
+from kvcache_plugin.hosts import fitting, seams, sglang
 from kvcache_plugin.hosts.gate import LoadGate
+from kvcache_plugin.settings import read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -473,7 +474,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_every_seam_is_wrapped(registered: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    sglang._hook(LoadGate("SGLang", "strict"))
+    sglang._hook(LoadGate("SGLang", "strict"), read_settings({}))
     assert registered == [seam.path for seam in WRAPPED]
     assert caplog.records == []
 
@@ -491,7 +492,7 @@ def test_a_seam_with_another_signature_is_left_out(
     for name in classes:
         owner = getattr(owner, name)
     monkeypatch.setattr(owner, function, lambda other, names: None)
-    sglang._hook(LoadGate("SGLang", "strict"))
+    sglang._hook(LoadGate("SGLang", "strict"), read_settings({}))
     kept = [] if seam in NEEDED else [other.path for other in WRAPPED if other is not seam]
     assert registered == kept
     (record,) = caplog.records
@@ -504,7 +505,7 @@ def test_a_target_that_is_patched_already_is_left_out(
 ) -> None:
     """SGLang would ignore our hook on it without a word."""
     monkeypatch.setattr(HookRegistry, "_patched", {seams.SGLANG_LAYER.path})
-    sglang._hook(LoadGate("SGLang", "strict"))
+    sglang._hook(LoadGate("SGLang", "strict"), read_settings({}))
     assert seams.SGLANG_LAYER.path not in registered
     (record,) = caplog.records
     assert seams.SGLANG_LAYER.path in record.getMessage()
@@ -513,5 +514,5 @@ def test_a_target_that_is_patched_already_is_left_out(
 def test_every_seam_fits_in_the_source_and_in_the_module() -> None:
     for seam in seams.SEAMS:
         if seam.engine == "sglang" and seam is not seams.SGLANG_CONFIG:  # replaced here
-            assert seams.check_source(seam) == ""
-            assert seams.check_module(seam, importlib.import_module(seam.module)) == ""
+            assert fitting.check_source(seam) == ""
+            assert fitting.check_module(seam, importlib.import_module(seam.module)) == ""

@@ -29,8 +29,9 @@ from vllm.model_executor.utils import _weights_pre_processed
 from vllm.platforms import current_platform
 
 from kvcache_plugin import Device, KVScaleError
-from kvcache_plugin.hosts import seams, vllm
+from kvcache_plugin.hosts import fitting, seams, vllm
 from kvcache_plugin.hosts.gate import LoadGate
+from kvcache_plugin.settings import read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -393,7 +394,7 @@ def test_a_seam_whose_module_is_gone_is_left_out(
     gone = dataclasses.replace(seams.VLLM_MARKER, module="vllm.no.such.module")
     known = [s for s in seams.SEAMS if s.engine == "vllm" and s is not seams.VLLM_MARKER]
     monkeypatch.setattr(seams, "VLLM_MARKER", gone)
-    vllm._hook(LoadGate("vLLM", "strict"))
+    vllm._hook(LoadGate("vLLM", "strict"), read_settings({}))
     assert sorted(waited) == sorted(seam.module for seam in known)
     (record,) = records
     assert "there is no module vllm.no.such.module" in record.getMessage()
@@ -452,8 +453,8 @@ def test_the_whole_model_seam_is_what_the_loader_calls() -> None:
 def test_every_seam_fits_in_the_source_and_in_the_module() -> None:
     for seam in seams.SEAMS:
         if seam.engine == "vllm":
-            assert seams.check_source(seam) == ""
-            assert seams.check_module(seam, importlib.import_module(seam.module)) == ""
+            assert fitting.check_source(seam) == ""
+            assert fitting.check_module(seam, importlib.import_module(seam.module)) == ""
 
 
 @pytest.fixture

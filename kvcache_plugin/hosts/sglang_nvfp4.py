@@ -1,0 +1,14 @@
+"""SGLang: NVFP4 caches for attention backends that read plain K and V."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvcache_plugin.hosts.seams import Seam
+
+
+def wrappers() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
+    return ()
