@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
     from tests.engine.checkpoints import Checkpoint
 
-__all__ = ["EngineTimeoutError", "Run", "Runner", "install", "run_python", "serve"]
+__all__ = [
+    "EngineTimeoutError",
+    "Run",
+    "Runner",
+    "environment",
+    "install",
+    "run_python",
+    "serve",
+]
 
 TIMEOUT = 300.0
 """Seconds for one run. Two idle cores need about 15; the same two under load took over 180."""
@@ -202,12 +210,6 @@ def run_python(
     :raises EngineTimeoutError: it took longer than ``timeout`` seconds.
     """
     interpreter = venvs.ensure(engine)
-    environment = {k: v for k, v in os.environ.items() if not _NOT_INHERITED.fullmatch(k)}
-    environment |= _ENVIRONMENT
-    environment["PATH"] = os.pathsep.join([str(interpreter.parent), os.environ.get("PATH", "")])
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, [*site, *_STAND_INS[engine]]))
-    environment |= env or {}
-
     # A file, not a pipe: a worker that outlives its parent would hold a pipe open.
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "log")
@@ -217,7 +219,7 @@ def run_python(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=environment(engine, site, env),
                 cwd=scratch,
                 start_new_session=True,
             )
@@ -226,6 +228,18 @@ def run_python(
     if not ended:
         raise EngineTimeoutError(f"{engine} did not end within {timeout:.0f} s:\n{text}")
     return process.returncode, text
+
+
+def environment(
+    engine: str, site: Sequence[Path] = (), env: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The environment variables for a process of ``engine``; the arguments of ``run_python``."""
+    interpreter = venvs.ensure(engine)
+    variables = {k: v for k, v in os.environ.items() if not _NOT_INHERITED.fullmatch(k)}
+    variables |= _ENVIRONMENT
+    variables["PATH"] = os.pathsep.join([str(interpreter.parent), os.environ.get("PATH", "")])
+    variables["PYTHONPATH"] = os.pathsep.join(map(str, [*site, *_STAND_INS[engine]]))
+    return variables | dict(env or {})
 
 
 def _wait_and_kill_group(process: subprocess.Popen[bytes], timeout: float) -> bool:

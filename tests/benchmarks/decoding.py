@@ -1,0 +1,121 @@
+"""What the plugin costs while serving: ``python -m tests.benchmarks.decoding [vllm] [sglang]``.
+
+Two processes of the same engine, one with the plugin and one without, are started on the same
+checkpoint and decode in turns. Printed is the speed with the plugin over that without: the median
+of the ratios of neighbouring turns, which a machine that is slow for a minute slows alike, with the
+quartiles. The engines run in the environments of the engine tests.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.engine import venvs
+from tests.engine.checkpoints import Checkpoint
+from tests.engine.serving import environment, install
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TURNS = 20
+TOKENS = 48
+BATCHES = (1, 8)
+_ROOT = Path(__file__).resolve().parents[2]
+_LAYERS = 12
+_MODEL = Checkpoint(
+    "decoding",
+    dict.fromkeys(range(_LAYERS), (0.05, 0.06)),
+    num_hidden_layers=_LAYERS,
+    hidden_size=1024,
+)
+
+
+def main() -> None:
+    engines = sys.argv[1:] or list(venvs.ENGINES)
+    print(
+        f"{_LAYERS} layers of 1024, FP8 KV cache on the CPU, {TURNS} turns of {TOKENS} tokens: "
+        "speed with the plugin over that without, median (quartiles)"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        site = install(Path(folder, "site"), _ROOT, "pluggy")
+        checkpoint = _MODEL.write(Path(folder))
+        for engine in engines:
+            _compare(engine, checkpoint, site, Path(folder))
+
+
+def _compare(engine: str, checkpoint: Path, site: Path, folder: Path) -> None:
+    with ExitStack() as stack:
+        start = [
+            stack.enter_context(_engine(engine, checkpoint, sites, folder / f"{engine}-{i}.log"))
+            for i, sites in enumerate(([], [site]))
+        ]
+        for batch in BATCHES:
+            ratios, seconds = [], []
+            for turn in range(TURNS + 1):
+                # Who goes first takes turns too.
+                order = (0, 1) if turn % 2 else (1, 0)
+                took = {i: _decode(start[i], batch) for i in order}
+                if turn:  # the first one warms up
+                    ratios.append(took[0] / took[1])
+                    seconds.append(took[0])
+            low, median, high = statistics.quantiles(ratios, n=4)
+            step = statistics.median(seconds) / TOKENS * 1000
+            print(
+                f"{engine:7} {batch} requests at once: {median:.3f} ({low:.3f} to {high:.3f}), "
+                f"{step:.1f} ms a step without",
+                flush=True,
+            )
+
+
+def _decode(process: subprocess.Popen[str], batch: int) -> float:
+    assert process.stdin is not None
+    print(batch, TOKENS, file=process.stdin, flush=True)
+    return float(_answer(process, "SECONDS"))
+
+
+def _answer(process: subprocess.Popen[str], word: str) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(word):
+            return line.removeprefix(word)
+    raise RuntimeError(f"the engine ended before it said {word}")
+
+
+@contextmanager
+def _engine(
+    engine: str, checkpoint: Path, site: list[Path], log: Path
+) -> Iterator[subprocess.Popen[str]]:
+    """An engine that waits for what to decode; its log is printed if it does not come to that."""
+    script = Path(__file__).with_name("decode.py")
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [str(venvs.ensure(engine)), str(script), engine, str(checkpoint)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment(engine, site),
+            cwd=log.parent,
+            start_new_session=True,
+        )
+        try:
+            _answer(process, "READY")
+            yield process
+        except RuntimeError:
+            print(log.read_text(errors="replace"), file=sys.stderr)
+            raise
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+if __name__ == "__main__":
+    main()
