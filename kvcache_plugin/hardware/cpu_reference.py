@@ -65,7 +65,7 @@ def quantize_kv(
         dtype = _FP8[kv_cache_dtype]
         largest = torch.finfo(dtype).max
         scaled = tensor.float() / _per_head(scale)
-        data, block_scales = scaled.clamp(-largest, largest).to(dtype), None
+        data, block_scales = scaled.clamp_(-largest, largest).to(dtype), None
     if out is not None:
         data = out.data.copy_(data)
         if out.block_scales is not None and block_scales is not None:

@@ -85,6 +85,41 @@ VLLM_RANK: Final = Seam(
     (),
     "lets one process speak for all that hold parts of the same layers",
 )
+VLLM_WRITE: Final = Seam(
+    "vllm",
+    "vllm.model_executor.layers.attention.attention",
+    "unified_kv_cache_update",
+    ("key", "value", "layer_name"),
+    "calls the write of the attention backend, which the hook takes over where it is to write",
+)
+#: Compilation asks these of a backend before it fuses the write with what comes before it.
+VLLM_FUSED_WRITES: Final = tuple(
+    Seam(
+        "vllm",
+        "vllm.v1.attention.backend",
+        f"AttentionImpl.{question}",
+        ("self",),
+        "keeps a fused write from passing the hook by",
+    )
+    for question in (
+        "fused_rope_kvcache_supported",
+        "fused_qk_norm_rope_kvcache_supported",
+        "fused_qk_norm_mrope_kvcache_supported",
+    )
+)
+
+
+def vllm_backend_write(backend: type) -> Seam:
+    """The write of an attention backend. There are many, so the one in use is looked at."""
+    return Seam(
+        "vllm",
+        backend.__module__,
+        f"{backend.__qualname__}.do_kv_cache_update",
+        ("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
+        "writes K and V to the cache",
+    )
+
+
 SGLANG_HOOKS: Final = Seam(
     "sglang",
     "sglang.srt.plugins.hook_registry",
@@ -162,6 +197,137 @@ SGLANG_RANK: Final = Seam(
     (),
     "lets one process speak for all that hold parts of the same layers",
 )
+SGLANG_POOL_WRITE: Final = Seam(
+    "sglang",
+    "sglang.srt.mem_cache.memory_pool",
+    "MHATokenToKVPool.set_kv_buffer",
+    ("self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale"),
+    "rounds K and V for FP8 pools",
+)
+SGLANG_PREFIX_WRITE: Final = Seam(
+    "sglang",
+    "sglang.srt.mem_cache.memory_pool",
+    "MHATokenToKVPool.set_kv_buffer_prefix_valid",
+    ("self", "layer", "loc_2d", "commit_lens", "cache_k", "cache_v", "k_scale", "v_scale"),
+    "rounds K and V of accepted draft tokens where no fused kernel does",
+)
+SGLANG_CPU_WRITE: Final = Seam(
+    "sglang",
+    "sglang.srt.layers.quantization.fp4_kv_cache_quant_method",
+    "CPUFP8KVCacheMethod.quantize_and_store",
+    (
+        "self",
+        "k_buffer",
+        "v_buffer",
+        "k_scale_buffer",
+        "v_scale_buffer",
+        "loc",
+        "cache_k",
+        "cache_v",
+        "k_scale",
+        "v_scale",
+    ),
+    "writes caches of cpu_fp8_e4m3",
+)
+SGLANG_NVFP4_QUANTIZE: Final = Seam(
+    "sglang",
+    "sglang.srt.layers.quantization.kvfp4_tensor",
+    "NVFP4KVQuantizeUtil.quantize",
+    ("tensor", "global_scale"),
+    "quantizes K and V to NVFP4",
+)
+SGLANG_NVFP4_DEQUANTIZE: Final = Seam(
+    "sglang",
+    "sglang.srt.layers.quantization.kvfp4_tensor",
+    "NVFP4KVQuantizeUtil.dequantize",
+    ("quant_tensor", "block_scales", "global_scale", "dtype"),
+    "reads K and V from NVFP4",
+)
+
+SGLANG_NVFP4_PREFILL: Final = Seam(
+    "sglang",
+    "sglang.srt.arg_groups.kv_cache_hook",
+    "handle_nvfp4_prefill_kv_dequant_dtype",
+    ("server_args",),
+    "lets NVFP4 caches pass that are read as plain K and V",
+)
+SGLANG_NVFP4_BACKENDS: Final = Seam(
+    "sglang",
+    "sglang.srt.arg_groups.kv_cache_hook",
+    "handle_kv4_compatibility",
+    ("server_args",),
+    "lets the same pass on other hardware than Blackwell",
+)
+SGLANG_FP4_DTYPE: Final = Seam(
+    "sglang",
+    "sglang.srt.utils.common",
+    "is_float4_e2m1fn_x2",
+    ("dtype",),
+    "knows NVFP4 caches without CUDA",
+)
+SGLANG_KV_METHOD: Final = Seam(
+    "sglang",
+    "sglang.srt.layers.quantization.fp4_kv_cache_quant_method",
+    "get_kv_cache_quant_method",
+    ("name",),
+    "makes the NVFP4 caches that are read as plain K and V",
+)
+SGLANG_FUSED_WRITE: Final = Seam(
+    "sglang",
+    "sglang.srt.models.utils",
+    "enable_fused_set_kv_buffer",
+    ("forward_batch",),
+    "keeps ROCm's fused writes from such a cache",
+)
+#: What such a cache is made of, and what is asked before one is made.
+SGLANG_NVFP4_NEEDS: Final = (
+    *(
+        Seam(
+            "sglang",
+            "sglang.srt.layers.quantization.fp4_kv_cache_quant_method",
+            f"KVCacheQuantMethodBase.{method}",
+            ("self", *parameters),
+            "is a part of NVFP4 caches that are read as plain K and V",
+        )
+        for method, parameters in (
+            ("attention_accesses", ()),
+            ("load_scales_from_model", ("model_runner",)),
+            ("create_buffers", ("size", "head_num", "head_dim", "layer_num", "device")),
+            (
+                "quantize_and_store",
+                (
+                    "k_buffer",
+                    "v_buffer",
+                    "k_scale_buffer",
+                    "v_scale_buffer",
+                    "loc",
+                    "cache_k",
+                    "cache_v",
+                    "k_scale",
+                    "v_scale",
+                ),
+            ),
+            ("dequantize_kv_tensor", ("fp4_tensor", "scales", "layer_id", "dtype")),
+            ("compute_cell_size", ("head_num", "head_dim", "num_layers", "kv_size")),
+        )
+    ),
+    *(
+        Seam(
+            "sglang",
+            f"sglang.srt.{module}",
+            function,
+            parameters,
+            "tells whether an NVFP4 cache can be read as plain K and V",
+        )
+        for module, function, parameters in (
+            ("arg_groups.model_override_base", "resolving_view", ("server_args",)),
+            ("arg_groups.model_override_base", "model_config_of", ("server_args",)),
+            ("runtime_context", "get_server_args", ()),
+            ("configs.hybrid_arch", "mambaish_config", ("model_config",)),
+            ("configs.model_config", "is_minimax_sparse", ("config",)),
+        )
+    ),
+)
 
 SEAMS: Final = (
     VLLM_LAYER,
@@ -171,6 +337,8 @@ SEAMS: Final = (
     VLLM_LOAD,
     VLLM_FILES,
     VLLM_RANK,
+    VLLM_WRITE,
+    *VLLM_FUSED_WRITES,
     SGLANG_HOOKS,
     SGLANG_LAYER,
     SGLANG_MODEL,
@@ -181,4 +349,15 @@ SEAMS: Final = (
     SGLANG_LOAD,
     SGLANG_FILES,
     SGLANG_RANK,
+    SGLANG_POOL_WRITE,
+    SGLANG_PREFIX_WRITE,
+    SGLANG_CPU_WRITE,
+    SGLANG_NVFP4_QUANTIZE,
+    SGLANG_NVFP4_DEQUANTIZE,
+    SGLANG_NVFP4_PREFILL,
+    SGLANG_NVFP4_BACKENDS,
+    SGLANG_FP4_DTYPE,
+    SGLANG_KV_METHOD,
+    SGLANG_FUSED_WRITE,
+    *SGLANG_NVFP4_NEEDS,
 )

@@ -24,7 +24,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from kvcache_plugin import Device, KVScaleError
-from kvcache_plugin.hosts import fitting, seams, sglang
+from kvcache_plugin.hosts import fitting, seams, sglang, sglang_writes
 from kvcache_plugin.hosts.gate import LoadGate
 from kvcache_plugin.settings import read_settings
 
@@ -456,6 +456,7 @@ WRAPPED = [
     seams.SGLANG_LOADER,
     seams.SGLANG_LOAD,
     seams.SGLANG_FILES,
+    *(seam for seam, _ in sglang_writes.wrappers()),
 ]
 NEEDED = [seams.SGLANG_HOOKS, seams.SGLANG_CONFIG]
 
