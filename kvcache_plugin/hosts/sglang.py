@@ -38,26 +38,36 @@ def _hook(gate: LoadGate, _: Settings) -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    wrappers = (*_Adapter(gate).wrappers(), *sglang_writes.wrappers(), *sglang_nvfp4.wrappers())
-    # SGLang ignores a hook on a target that it has patched already, and does not say so.
-    patched = getattr(HookRegistry, "_patched", ())
-    for seam, wrapper in wrappers:
-        if seam.path in patched:
-            leave_out(gate.engine, seam, f"another plugin's hooks on {seam.path} are in place")
-        elif _fits(gate, seam):
+    def problem_of(seam: Seam) -> str:
+        # SGLang ignores a hook on a target that it has patched already, and does not say so.
+        if seam.path in getattr(HookRegistry, "_patched", ()):
+            return f"another plugin's hooks on {seam.path} are in place"
+        return _problem(seam)
+
+    wrappers = (*_Adapter(gate).wrappers(), *sglang_writes.wrappers())
+    for seam, wrapper in (*wrappers, *sglang_nvfp4.wrappers(gate, problem_of)):
+        problem = problem_of(seam)
+        if problem:
+            leave_out(gate.engine, seam, problem)
+        else:
             HookRegistry.register(seam.path, wrapper, HookType.AROUND)
     if _fits(gate, seams.SGLANG_RANK):
         gate.speaks = _is_first_rank
 
 
 def _fits(gate: LoadGate, seam: Seam) -> bool:
-    try:
-        problem = fitting.check_module(seam, importlib.import_module(seam.module))
-    except Exception as error:
-        problem = f"{seam.module} cannot be imported: {type(error).__name__}: {error}"
+    problem = _problem(seam)
     if problem:
         leave_out(gate.engine, seam, problem)
     return not problem
+
+
+def _problem(seam: Seam) -> str:
+    """Why a seam cannot be used, empty where it can."""
+    try:
+        return fitting.check_module(seam, importlib.import_module(seam.module))
+    except Exception as error:
+        return f"{seam.module} cannot be imported: {type(error).__name__}: {error}"
 
 
 def _is_first_rank() -> bool:
