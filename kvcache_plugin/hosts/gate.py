@@ -207,6 +207,12 @@ class LoadGate:
         """Say in one line that a kind of load is left alone."""
         self._announce(f"leaves alone {what}")
 
+    def say(self, level: int, message: str, *arguments: object) -> None:
+        """Log what others with the same layers would say too: only one of them is heard."""
+        if self.guarded("asking for the rank of this process", self.speaks) is False:
+            level = logging.DEBUG
+        logger.log(level, message, *arguments)
+
     def guarded(self, doing: str, step: Callable[..., T], *arguments: Any) -> T | None:
         """Take a step of ours that must not stop the engine: what it raises is logged, once."""
         try:
@@ -247,7 +253,7 @@ class LoadGate:
             )
         except CheckpointError as error:
             load.not_checked = "the files could not be read"
-            self._say(
+            self.say(
                 logging.WARNING,
                 "kvcache_plugin cannot check the K/V scales in the files before %s loads them, and "
                 "checks them afterwards: %s",
@@ -321,7 +327,7 @@ class LoadGate:
             way_around = f"{COVERAGE.name}=warn loads it as it is"
             refusal = refusal or _refused(lost, way_around)
         elif lost is not None:
-            self._say(logging.WARNING, "kvcache_plugin: %s", lost)
+            self.say(logging.WARNING, "kvcache_plugin: %s", lost)
         self._record(facts, errors, refusal)
         if refusal is not None:
             raise refusal
@@ -334,7 +340,7 @@ class LoadGate:
     def _say_corrupt(self, errors: Sequence[KVScaleError], of: int) -> None:
         """Log what is corrupt and does not stop the load."""
         problem, remedy = _summary(errors, of)
-        self._say(
+        self.say(
             logging.ERROR,
             "%s=%s, so %s goes on as it would without the plugin: %s",
             MODE.name,
@@ -376,7 +382,7 @@ class LoadGate:
     def _announce(self, what: str) -> None:
         """Say, in the engine's log, that the plugin is at work; the same thing once."""
         if what != self._announced:
-            self._say(
+            self.say(
                 logging.INFO,
                 "kvcache_plugin %s is active in %s, mode %s: %s",
                 __version__,
@@ -385,11 +391,6 @@ class LoadGate:
                 what,
             )
         self._announced = what
-
-    def _say(self, level: int, message: str, *arguments: object) -> None:
-        if self.guarded("asking for the rank of this process", self.speaks) is False:
-            level = logging.DEBUG
-        logger.log(level, message, *arguments)
 
     def _record(
         self, facts: LoadFacts, errors: Sequence[KVScaleError], refusal: KVScaleError | None

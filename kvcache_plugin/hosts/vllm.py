@@ -18,6 +18,7 @@ from kvcache_plugin.hosts import fitting, seams
 from kvcache_plugin.hosts.gate import Load, LoadGate, leave_out, start
 from kvcache_plugin.hosts.late import when_imported
 from kvcache_plugin.hosts.loaded import UNSET, LoadedScales, present, unless_marked
+from kvcache_plugin.hosts.vllm_writes import HookWrites
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +46,7 @@ def register() -> None:
 
 
 def _hook(gate: LoadGate, settings: Settings) -> None:
-    adapter = _Adapter(gate)
+    adapter = _Adapter(gate, HookWrites(gate, settings.vllm_writes, _FORMATS))
     for seam, fit in (
         (seams.VLLM_CONFIG, adapter.fit_config),
         (seams.VLLM_LAYER, adapter.fit_layers),
@@ -77,8 +78,9 @@ def _fit_if_it_fits(
 class _Adapter:
     """The functions that are put around vLLM's own."""
 
-    def __init__(self, gate: LoadGate) -> None:
+    def __init__(self, gate: LoadGate, writes: HookWrites) -> None:
         self._gate = gate
+        self._writes = writes
         self._base_method: type | None = None
         self._current_config: Callable[[], Any] | None = None
         self._processing: set[int] = set()
@@ -139,7 +141,9 @@ class _Adapter:
             bare = guarded("looking for quantized caches", self._bare_layers, model, target_device)
             load = guarded("looking for the load", self._load_of, model, model_config)
             with self._gate.model(layers, bare=bare or [], load=load):
-                return original(model, model_config, target_device, *args, **kwargs)
+                result = original(model, model_config, target_device, *args, **kwargs)
+            guarded("letting the hook write a KV cache", self._writes.fit, model)
+            return result
 
         modules = [other for other in sys.modules.values() if isinstance(other, ModuleType)]
         for other in modules:
