@@ -179,13 +179,13 @@ class _PlainReads:
         return self._gate.guarded("looking at the arguments", lambda: _asked(get_server_args()))
 
     def _say_in_use(self, asked: _Asked, device: str) -> None:
-        if self._gate.speaks():
-            logger.info(
-                "kvcache_plugin serves --kv-cache-dtype=nvfp4 on %s: %s quantizes what is written, "
-                "and each step dequantizes the whole cache of a layer",
-                _listed(asked.backends),
-                _quantizer(device),
-            )
+        self._gate.say(
+            logging.INFO,
+            "kvcache_plugin serves --kv-cache-dtype=nvfp4 on %s: %s quantizes what is written, and "
+            "each step dequantizes the whole cache of a layer",
+            _listed(asked.backends),
+            _quantizer(device),
+        )
 
 
 def _why_not(asked: _Asked, server_args: Any) -> str:
