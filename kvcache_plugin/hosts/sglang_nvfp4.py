@@ -116,6 +116,7 @@ class _PlainReads:
         self._gate = gate
         self._said: set[str] = set()
         self._refuse_prefill: Callable[[Any], None] | None = None
+        self._has_made_one = False
 
     def handle_prefill(self, original: Callable[[Any], None], server_args: Any) -> None:
         """Let backends pass that are served here; SGLang refuses all but its own."""
@@ -145,6 +146,7 @@ class _PlainReads:
         from sglang.srt.arg_groups.model_override_base import model_config_of
         from sglang.srt.runtime_context import get_server_args
 
+        self._has_made_one = True
         return _method_class()(
             device=kwargs["device"],
             dtype=model_config_of(get_server_args()).dtype,
@@ -154,7 +156,7 @@ class _PlainReads:
 
     def writes_past_pool(self, original: Callable[[Any], bool], forward_batch: Any) -> bool:
         """Keep kernels from writing K and V into what a plain read gave them."""
-        return self._in_use() is None and original(forward_batch)
+        return not self._has_made_one and original(forward_batch)
 
     def _serves(self, server_args: Any) -> bool:
         asked = self._gate.guarded("looking at the arguments", _asked, server_args)
@@ -205,7 +207,7 @@ def _why_not(asked: _Asked, server_args: Any) -> str:
             return f"{name}={value!r}, which is not served with it"
     return (
         _environment_problem()
-        or _model_problem(model_config_of(server_args))
+        or _model_problem(model_config_of(server_args), scales_later=asked.scales_later)
         or _hardware_problem(cfg.device)
     )
 
@@ -222,7 +224,7 @@ def _is_on(name: str) -> bool:
     return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "y", "on", "t")
 
 
-def _model_problem(model: Any) -> str:
+def _model_problem(model: Any, *, scales_later: bool) -> str:
     """What in a model asks for a pool of another kind, or does not fit into blocks."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import is_minimax_sparse
@@ -234,6 +236,8 @@ def _model_problem(model: Any) -> str:
         "some layers have a state in place of a cache": mambaish_config(model) is not None,
         "its attention is sparse": is_minimax_sparse(model.hf_config)
         or getattr(model.hf_text_config, "indexer_n_heads", None) is not None,
+        "some layers read K and V of another back, and triton leaves out their scales": scales_later
+        and bool(getattr(model.hf_text_config, "num_kv_shared_layers", None)),
     }
     for kind, is_so in kinds.items():
         if is_so:

@@ -143,6 +143,7 @@ def assert_told(caplog: pytest.LogCaptureFixture, why: str) -> None:
         ({"head_dim": 72}, "head_dim is 72"),
         ({"architectures": ["Llama4ForConditionalGeneration"]}, "window"),
         ({"architectures": ["MiniMaxM3SparseForCausalLM"]}, "sparse"),
+        ({"num_kv_shared_layers": 1}, "read K and V of another back"),
     ],
 )
 def test_models_with_another_cache_are_left_to_the_engine(
@@ -150,7 +151,7 @@ def test_models_with_another_cache_are_left_to_the_engine(
 ) -> None:
     write_config(folder, **config)
     with pytest.raises(ValueError, match=OWN_REFUSAL):
-        handle_nvfp4_prefill_kv_dequant_dtype(arguments(folder))
+        handle_nvfp4_prefill_kv_dequant_dtype(arguments(folder, attention_backend="triton"))
     assert_told(caplog, why)
 
 
@@ -219,6 +220,18 @@ def test_the_engines_own_ways_are_its_own(
     assert [r for r in caplog.records if "kvcache_plugin" in r.getMessage()] == []
 
 
+def test_rocms_fused_writes_keep_off_such_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would write into the copy that a plain read gives them."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    around = dict(sglang_nvfp4.wrappers(LoadGate("SGLang", "strict"), lambda seam: ""))
+    allows = around[seams.SGLANG_FUSED_WRITE]
+    assert allows(lambda batch: True, None)
+    assert not allows(lambda batch: False, None)
+    serve_with(monkeypatch, settled("triton", torch.bfloat16))
+    around[seams.SGLANG_KV_METHOD](None, "nvfp4", num_layers=1, device="cpu", page_size=1)
+    assert not allows(lambda batch: True, None)
+
+
 def test_all_gates_are_used_or_none(caplog: pytest.LogCaptureFixture) -> None:
     def problem_of(seam: seams.Seam) -> str:
         return "it is gone" if seam is seams.SGLANG_FP4_DTYPE else ""
@@ -246,6 +259,18 @@ def test_another_base_class_is_told(
 
 def serve_with(monkeypatch: pytest.MonkeyPatch, server_args: Any) -> None:
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: server_args)
+
+
+def settled(backend: str, dtype: torch.dtype) -> Any:
+    """What is asked of a server's arguments once they are settled."""
+    return SimpleNamespace(
+        kv_cache_dtype="nvfp4",
+        prefill_kv_cache_dequant_dtype="auto",
+        attention_backend=backend,
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
+        _model_config=SimpleNamespace(dtype=dtype),
+    )
 
 
 def attention(layer_id: int, k: float | None, v: float | None, heads: int, head_dim: int) -> Any:
@@ -279,14 +304,7 @@ class Cache:
         page_size: int = 1,
         start_layer: int = 0,
     ) -> None:
-        server_args = SimpleNamespace(
-            kv_cache_dtype="nvfp4",
-            prefill_kv_cache_dequant_dtype="auto",
-            attention_backend=backend,
-            prefill_attention_backend=None,
-            decode_attention_backend=None,
-            _model_config=SimpleNamespace(dtype=dtype),
-        )
+        server_args = settled(backend, dtype)
         serve_with(monkeypatch, server_args)
         assert is_float4_e2m1fn_x2(FP4)
         assert not is_float4_e2m1fn_x2(torch.uint8)
