@@ -129,7 +129,8 @@ class _PlainReads:
         if self._serves(server_args):
             return
         # What the first gate let pass may have changed since. It is refused there as ever.
-        if self._refuse_prefill is not None and _asked(server_args) is not None:
+        asked = self._gate.guarded("looking at the arguments", _asked, server_args)
+        if self._refuse_prefill is not None and asked is not None:
             self._refuse_prefill(server_args)
         original(server_args)
 
