@@ -1,14 +1,14 @@
 """Run by pytest inside vLLM's environment: the hook writes what vLLM's own kernels store.
 
-The layers, their backends and the kernel are vLLM's; what is expected is torch's own cast. The
-kernel may store K and V in any order that it likes: where a value goes is found out by writing
-small integers, which are codes, with its own write.
+The layers, their backends and the kernel are vLLM's; what is expected is torch's own cast.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,9 @@ FORMATS = {
 }
 K_SCALE, V_SCALE = 0.0371, 0.0613
 SLOTS = torch.tensor([5, 0, 127, 64, 33, 32, 31])
+
+#: A script of its own, and not on the path here.
+WATCH = runpy.run_path(str(Path(__file__).with_name("watch_vllm.py")))
 
 vllm.register()
 
@@ -110,43 +113,14 @@ def some(tokens: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return (drawn * 3).to(dtype)
 
 
-def rounded(tensor: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Codes by the definition, with torch's cast, as bytes."""
-    largest = torch.finfo(dtype).max
-    scale = torch.as_tensor(scale).float()
-    scale = scale.unsqueeze(-1) if scale.numel() > 1 else scale
-    return (tensor.float() / scale).clamp(-largest, largest).to(dtype).view(torch.uint8)
-
-
-def places(layer: Any, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Where in the cache each element of K and of V goes, ``[2, tokens, heads, head_dim]``.
-
-    Each write has one base-8 digit of an element's number plus one, which is a code; what is not
-    written stays 0.
-    """
-    fp8 = FORMATS[layer.kv_cache_dtype]
-    kept = layer.kv_cache
-    number = torch.arange(2 * slots.numel() * HEADS * HEAD_DIM)
-    found = torch.zeros(kept.numel(), dtype=torch.long)
-    unscaled = SimpleNamespace(isa=layer.isa, _k_scale_float=1.0, _v_scale_float=1.0)
-    for digit in range(5):
-        values = (number // 8**digit % 8 + 1).reshape(2, -1, HEADS, HEAD_DIM).to(dtype)
-        cache = torch.zeros_like(kept)
-        write = type(layer.impl).do_kv_cache_update
-        write(layer.impl, unscaled, values[0], values[1], cache, slots)
-        numbers = cache.flatten().view(fp8).float().long()
-        found += (numbers - 1).clamp(min=0) * 8**digit
-        written = numbers > 0
-    (at,) = torch.nonzero(written, as_tuple=True)
-    assert at.numel() == number.numel()
-    order = torch.empty_like(number)
-    order[found[at]] = at
-    return tuple(order.reshape(2, -1, HEADS, HEAD_DIM).unbind())
+def rounded(tensor: torch.Tensor, scale: Any, kv_cache_dtype: str = "fp8") -> torch.Tensor:
+    codes: torch.Tensor = WATCH["rounded"](tensor, torch.as_tensor(scale), kv_cache_dtype)
+    return codes
 
 
 def written(layer: Any, dtype: torch.dtype, slots: torch.Tensor = SLOTS) -> Any:
-    """The bytes of K and of V in a layer's cache, in the shape that they were given in."""
-    return tuple(layer.kv_cache.flatten()[at] for at in places(layer, slots, dtype))
+    """The bytes of K and of V in a layer's cache."""
+    return WATCH["stored"](layer, torch.Size([len(slots), HEADS, HEAD_DIM]), dtype, slots)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -156,10 +130,9 @@ def test_every_byte_is_the_code(kv_cache_dtype: str, dtype: torch.dtype) -> None
     key, value = some(7, dtype, 1), some(7, dtype, 2)
     given = key.clone(), value.clone()
     layer = model.write(key, value)
-    fp8 = FORMATS[kv_cache_dtype]
     k, v = written(layer, dtype)
-    assert torch.equal(k, rounded(key, K_SCALE, fp8))
-    assert torch.equal(v, rounded(value, V_SCALE, fp8))
+    assert torch.equal(k, rounded(key, K_SCALE, kv_cache_dtype))
+    assert torch.equal(v, rounded(value, V_SCALE, kv_cache_dtype))
     assert torch.equal(key, given[0])
     assert torch.equal(value, given[1])
     assert layer._k_scale.item() == pytest.approx(K_SCALE)
@@ -173,7 +146,7 @@ def test_else_vllm_truncates() -> None:
     layer = hooked(Model().scaled(), "auto").write(key, value)
     assert not is_hooked(layer)
     k, _ = written(layer, dtype)
-    differs = (k != rounded(key, K_SCALE, torch.float8_e4m3fn)).float().mean().item()
+    differs = (k != rounded(key, K_SCALE)).float().mean().item()
     assert 0.4 < differs < 0.55
 
 
@@ -215,8 +188,8 @@ def test_scales_are_those_of_the_layer_when_it_writes(scale: torch.Tensor) -> No
     layer._v_scale.copy_(2 * scale)
     key, value = some(7, torch.bfloat16, 1), some(7, torch.bfloat16, 2)
     k, v = written(model.write(key, value), torch.bfloat16)
-    assert torch.equal(k, rounded(key, scale, torch.float8_e4m3fn))
-    assert torch.equal(v, rounded(value, 2 * scale, torch.float8_e4m3fn))
+    assert torch.equal(k, rounded(key, scale))
+    assert torch.equal(v, rounded(value, 2 * scale))
 
 
 class Marker:
@@ -468,9 +441,10 @@ def test_on_fnuz_the_codes_are_those_of_fnuz(monkeypatch: pytest.MonkeyPatch) ->
     layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, SLOTS)
     ((shown, k, v),) = handed
     assert (shown._k_scale.item(), shown._v_scale_float, shown.num_kv_heads) == (1.0, 1.0, HEADS)
-    fnuz = torch.float8_e4m3fnuz
-    assert torch.equal(k.to(fnuz).view(torch.uint8), rounded(key, 2 * K_SCALE, fnuz))
-    assert torch.equal(v.to(fnuz).view(torch.uint8), rounded(value, 2 * V_SCALE, fnuz))
+    for given, scale, codes in ((key, K_SCALE, k), (value, V_SCALE, v)):
+        scaled = given.float() / torch.tensor(2 * scale)
+        expected = scaled.clamp(-240, 240).to(torch.float8_e4m3fnuz)
+        assert torch.equal(codes, expected.to(torch.bfloat16))
     assert k.abs().max() == 240
 
 
