@@ -201,6 +201,31 @@ def test_a_reload_with_a_corrupt_scale_is_refused(
 
 
 @METHODS
+def test_a_refused_reload_lists_every_layer_and_keeps_what_was_served(method: type) -> None:
+    """vLLM cannot go back any more, so it ends the reload before the refusal is raised."""
+    model = Model(method).load(FIRST | {"1.q": 0.2})
+    with pytest.raises(KVScaleError, match="in 2 of 2 layers") as refused:
+        model.reload(SECOND | {"0.k": NAN, "1.q": INF})
+    assert "k_scale=nan" in str(refused.value)
+    assert "q_scale=inf" in str(refused.value)
+    assert model.scales("k") == near(0.05, 0.04)
+    assert model.scales("v") == near(0.06, 0.07)
+    assert model.scales("q") == near(1.0, 0.2)
+
+
+@METHODS
+def test_a_sound_reload_after_a_refused_one_is_served(method: type) -> None:
+    model = Model(method).load(FIRST)
+    for _ in range(2):
+        with pytest.raises(KVScaleError, match="in 1 of 2 layers"):
+            model.reload(SECOND | {"0.k": NAN})
+    assert model.scales("k") == near(0.05, 0.14)
+    model.reload(SECOND)
+    assert model.scales("k") == near(0.15, 0.14)
+    assert model.scales("v") == near(0.16, 0.17)
+
+
+@METHODS
 @pytest.mark.usefixtures("fnuz")
 def test_fnuz_doubles_once_however_often_it_is_reloaded(method: type) -> None:
     model = Model(method).load(FIRST)
