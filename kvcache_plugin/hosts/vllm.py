@@ -365,7 +365,9 @@ def _write(layer: Any, scales: KVScales) -> None:
     if scales.k_source == "default":
         return  # vLLM has written 1.0 itself
     for side in _SIDES:
-        _write_side(layer, side, torch.as_tensor(getattr(scales, side)))
+        # vLLM loads under a default device and dtype of its own: name both.
+        scale = torch.as_tensor(getattr(scales, side), dtype=torch.float64, device="cpu")
+        _write_side(layer, side, scale)
 
 
 def _write_side(layer: Any, side: str, scale: torch.Tensor) -> None:

@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -133,7 +134,8 @@ class Model(torch.nn.Module):
         utils = importlib.import_module(seams.VLLM_MODEL.module)
         with set_current_vllm_config(self.config):
             self.load_weights(weights)
-            utils.process_weights_after_loading(self, MODEL_CONFIG, torch.device("cpu"))
+            with set_default_torch_dtype(MODEL_CONFIG.dtype):
+                utils.process_weights_after_loading(self, MODEL_CONFIG, torch.device("cpu"))
         return self
 
     def reload(self, weights: Mapping[str, Any]) -> Model:
