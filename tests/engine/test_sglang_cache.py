@@ -33,13 +33,6 @@ MARKS = {0x35, 0xB5}
 
 
 @pytest.fixture(scope="session")
-def recorder_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The plugin of SGLang's that records what goes into its pool."""
-    source = shutil.copytree(_HERE / "recorder", tmp_path_factory.mktemp("source") / "recorder")
-    return install(tmp_path_factory.mktemp("recorder_site"), source)
-
-
-@pytest.fixture(scope="session")
 def writer_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A third party's package that quantizes FP8 on the CPU."""
     package = _HERE.parent / "third_party" / "example_writer"

@@ -4,7 +4,8 @@ It stands around ``torch_native`` attention, so nothing that writes the pool kno
 forward pass of a layer the file that ``RECORD_POOL`` names is written anew, for each layer with:
 
 * ``N.k``, ``N.v``: K and V as attention got them, ``[tokens, heads, head_dim]``;
-* ``N.k_bytes``, ``N.v_bytes``: what stands in their slots, uint8 of the same shape;
+* ``N.k_bytes``, ``N.v_bytes``: what stands in their slots, uint8, of the same shape for FP8;
+* ``N.k_read``, ``N.v_read``: what the pool gives attention of them, float32 of that shape;
 * ``N.scales``: the parameter and the host's float of K, then of V, float64.
 """
 
@@ -63,6 +64,8 @@ def _save(pool: Any) -> None:
         tensors |= {f"{layer}.k": keys, f"{layer}.v": values, f"{layer}.scales": _scales[layer]}
         for side, buffers in (("k", pool.k_buffer), ("v", pool.v_buffer)):
             tensors[f"{layer}.{side}_bytes"] = buffers[layer].view(torch.uint8)[slots]
+        for side, read in zip("kv", pool.get_kv_buffer(layer), strict=True):
+            tensors[f"{layer}.{side}_read"] = read.float()[slots]
     file = Path(os.environ["RECORD_POOL"])
     part = file.with_suffix(".part")
     save_file(tensors, part)
