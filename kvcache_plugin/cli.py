@@ -155,10 +155,8 @@ def _explain(arguments: argparse.Namespace) -> int:
         )
         if not any(row.chosen for row in rows):
             print(f"\nnothing quantizes {arguments.kv_cache_dtype} on {arguments.device}")
-        else:
-            print()
-            for line in summaries(arguments.kv_cache_dtype):
-                print(line)
+        elif lines := list(summaries(arguments.kv_cache_dtype)):
+            print("", *lines, sep="\n")
     return FINE if any(row.chosen for row in rows) else WRONG
 
 

@@ -9,9 +9,16 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvcache_plugin.errors import KVCacheError
 from kvcache_plugin.hosts import fitting, seams
 from kvcache_plugin.hosts.engines import ENGINES, Engine
-from kvcache_plugin.hosts.releases import KNOWN_NOT_TO_WORK, Verdict, read_releases, verdict
+from kvcache_plugin.hosts.releases import (
+    KNOWN_NOT_TO_WORK,
+    Release,
+    Verdict,
+    read_releases,
+    verdict,
+)
 from kvcache_plugin.hosts.written import WritePath, write_paths
 from kvcache_plugin.manager import Implementation, Manager
 from kvcache_plugin.settings import (
@@ -75,14 +82,15 @@ def examine() -> Examination:
     settings = read_settings()
     manager = Manager(settings.block)
     manager.discover()
-    engines = tuple(_examine_engine(engine) for engine in ENGINES)
+    releases, unread = _read_record()
+    engines = tuple(_examine_engine(engine, releases) for engine in ENGINES)
     return Examination(
         settings,
         engines,
         manager.implementations,
         (
             *settings.problems,
-            *filter(None, [manager.block_problem]),
+            *filter(None, [manager.block_problem, unread]),
             *(problem for engine in engines for problem in _problems(engine)),
             *(
                 f"implementation {found} is left out: {found.left_out}"
@@ -108,11 +116,18 @@ def _notes(settings: Settings, engines: tuple[EngineStatus, ...]) -> Iterator[st
                 yield f"{engine.title}: {seam.problem}, which does no harm: {seam.harmless}"
 
 
-def _examine_engine(engine: Engine) -> EngineStatus:
+def _read_record() -> tuple[tuple[Release, ...], str]:
+    """The releases that were run, and why they are not known; what is beside them is told still."""
+    try:
+        return read_releases(), ""
+    except KVCacheError as error:
+        return (), str(error)
+
+
+def _examine_engine(engine: Engine, releases: tuple[Release, ...]) -> EngineStatus:
     version = engine.version
     if version is None:
         return EngineStatus(engine.title, None, None, "", ())
-    releases = read_releases()
     harmless = {
         left_out.seam: left_out.reason
         for release in releases

@@ -184,6 +184,27 @@ class TestDoctor:
         note = f"is missing: there is no module {seam.module}, which does no harm: {reason}\n"
         assert (note in printed) == (status == cli.FINE)
 
+    @pytest.mark.parametrize(
+        "record", [None, "", "{", "null", "[1]", '[{"left_out": []}]', '{"a": "b"}', b"\xff"]
+    )
+    def test_a_record_that_is_none_is_a_problem_and_the_rest_is_told(
+        self,
+        record: str | bytes | None,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        path = self.folder / "releases.json"
+        if record is not None:
+            path.write_bytes(record if isinstance(record, bytes) else record.encode())
+        monkeypatch.setattr("kvcache_plugin.hosts.releases.RECORD", path)
+        monkeypatch.setattr(doctor, "read_releases", read_releases)
+        self.install("0.32.0")
+        assert cli.main(["doctor"]) == cli.WRONG
+        printed = capsys.readouterr().out
+        assert "vLLM 0.32.0: unknown: no release of it is proven" in printed
+        assert f"problem: the record of releases, {path}, cannot be read: " in printed
+        assert "cpu_reference" in printed
+
     def test_an_engine_of_unknown_version(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["doctor"]) == cli.FINE
         printed = capsys.readouterr().out

@@ -11,6 +11,7 @@ import pytest
 from kvcache_plugin import cli, doctor, formats
 from kvcache_plugin.hosts.engines import ENGINES
 from kvcache_plugin.hosts.written import WRITE_PATHS, summaries, write_paths
+from kvcache_plugin.manager import Explanation
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-it-works.md"
 
@@ -50,8 +51,14 @@ def test_a_line_names_each_write_with_its_writer() -> None:
     assert engine.startswith("by SGLang: fused CUDA writes")
 
 
-def test_of_a_format_that_a_plugin_adds_nothing_is_told() -> None:
+def test_of_a_format_that_a_plugin_adds_nothing_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert list(summaries("int4_of_mine")) == []
+    row = Explanation("mine", "mine 1.0", ("quantize_kv",), "it is mine")
+    monkeypatch.setattr("kvcache_plugin.api.explain", lambda device, name: (row,))
+    assert cli.main(["explain", "--device", "cpu", "--kv-cache-dtype", "int4_of_mine"]) == cli.FINE
+    assert capsys.readouterr().out.splitlines()[-1].startswith("mine ")
 
 
 def test_doctor_lists_the_writes_of_an_engine_that_is_here(

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+from kvcache_plugin.errors import KVCacheError, shown
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -108,8 +110,17 @@ def order(release: str) -> tuple[tuple[int, ...], int]:
 
 
 def read_releases() -> tuple[Release, ...]:
-    """The record: every release that was run, the newest of each engine first."""
-    return tuple(_release(each) for each in json.loads(RECORD.read_text(encoding="utf-8")))
+    """The record: every release that was run, the newest of each engine first.
+
+    :raises KVCacheError: it is not there, or is none.
+    """
+    try:
+        return tuple(_release(each) for each in json.loads(RECORD.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise KVCacheError(
+            f"the record of releases, {shown(str(RECORD))}, cannot be read: {error!r}. Install "
+            "kvcache-plugin again"
+        ) from error
 
 
 def _release(fields: dict[str, Any]) -> Release:

@@ -41,7 +41,7 @@ VLLM_MODEL: Final = Seam(
     "vllm.model_executor.model_loader.utils",
     "process_weights_after_loading",
     ("model", "model_config", "target_device"),
-    "checks all layers before the first is processed",
+    "checks all layers before the first is processed, and lets the hook write their caches",
 )
 VLLM_MARKER: Final = Seam(
     "vllm",
@@ -124,6 +124,20 @@ def vllm_backend_write(backend: type) -> Seam:
         f"{backend.__qualname__}.do_kv_cache_update",
         ("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
         "writes K and V to the cache",
+    )
+
+
+PER_HEAD_QUESTION: Final = "supports_per_head_quant_scales"
+
+
+def vllm_backend_per_head(backend: type) -> Seam:
+    """What an attention backend is asked before codes with a scale for each head are written."""
+    return Seam(
+        "vllm",
+        backend.__module__,
+        f"{backend.__qualname__}.{PER_HEAD_QUESTION}",
+        ("cls",),
+        "tells whether attention reads the cache with a scale for each head",
     )
 
 

@@ -23,13 +23,15 @@ from kvcache_plugin.hosts.loaded import UNSET, LoadedScales, present, unless_mar
 from kvcache_plugin.hosts.vllm_writes import HookWrites
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvcache_plugin.hosts.seams import Seam
     from kvcache_plugin.scales import KVScales
     from kvcache_plugin.settings import Settings
 
 _SIDES: Final = ("k", "v")
+#: Those that vLLM's compressed-tensors method has.
+_STARTING_FROM_ONE: Final = (*_SIDES, "q")
 #: Those of a query and of probabilities too.
 _BUFFERS: Final = (*_SIDES, "q", "prob")
 #: vLLM's names for the KV caches whose scales follow our rules. The others are left alone.
@@ -162,8 +164,7 @@ class _Adapter:
             original(method, layer, *args, **kwargs)
             # Only where we will see the layer again, and turn the marker into 1.0.
             if getattr(method.process_weights_after_loading, "is_ours", False):
-                for side in (*_SIDES, "q"):
-                    getattr(layer, f"{side}_scale").data.fill_(UNSET)
+                self._gate.guarded("marking K/V scales as not loaded", _mark, layer)
 
         cls.create_weights = create_weights
 
@@ -283,7 +284,7 @@ class _Adapter:
                 except KVScaleError:
                     if not self._gate.goes_on:
                         raise
-                    return _keep(layer, run)
+                    return self._keep(layer, run)
             guarded("preparing the K/V scales of a layer", _prepare, layer, found, scales)
             result = run()
             if scales is not None:
@@ -292,6 +293,14 @@ class _Adapter:
             return result
         finally:
             self._processing.discard(id(layer))
+
+    def _keep(self, layer: Any, run: Callable[[], Any]) -> Any:
+        """Let vLLM process a layer whose new scales are corrupt, and leave those that it served."""
+        guarded = self._gate.guarded
+        kept = guarded("keeping the K/V scales of a layer", _take_away, layer)
+        result = run()
+        guarded("bringing the K/V scales of a layer back", _bring_back, layer, kept or {})
+        return result
 
     def _find(self, method: Any, layer: Any, target_device: Any = None) -> LoadedScales | None:
         """The raw scales of a layer; ``None`` where there is nothing to check."""
@@ -337,7 +346,7 @@ def _prepare(layer: Any, found: LoadedScales | None, scales: KVScales | None) ->
     if _starts_from_one(layer):
         if found is not None and found.q is not None and scales is not None:
             _present_query(layer.q_scale.data, found)
-        for parameter in (layer.k_scale, layer.v_scale, layer.q_scale):
+        for parameter in _raw_parameters(layer, _STARTING_FROM_ONE):
             parameter.data[parameter.data == UNSET] = 1.0
 
 
@@ -381,17 +390,30 @@ def _write_side(layer: Any, side: str, scale: torch.Tensor) -> None:
         on_host.fill_(number)
 
 
-def _keep(layer: Any, run: Callable[[], Any]) -> Any:
-    """Let vLLM process a layer whose new scales are corrupt, and leave those that it served."""
-    kept = {side: getattr(layer, f"_{side}_scale").detach().clone() for side in _BUFFERS}
-    for side in _BUFFERS:
-        if hasattr(layer, f"{side}_scale"):
-            getattr(layer, f"{side}_scale").data.fill_(UNSET)
+def _mark(layer: Any) -> None:
+    for parameter in _raw_parameters(layer, _STARTING_FROM_ONE):
+        parameter.data.fill_(UNSET)
+
+
+def _take_away(layer: Any) -> dict[str, torch.Tensor]:
+    """The scales that a layer serves, by side; those that were loaded count as not loaded then."""
+    names = {side: f"_{side}_scale" for side in _BUFFERS if hasattr(layer, f"_{side}_scale")}
+    served = {side: getattr(layer, name).detach().clone() for side, name in names.items()}
+    for parameter in _raw_parameters(layer, _BUFFERS):
+        parameter.data.fill_(UNSET)
     _prepare(layer, None, None)
-    result = run()
-    for side, scale in kept.items():
+    return served
+
+
+def _bring_back(layer: Any, served: Mapping[str, torch.Tensor]) -> None:
+    for side, scale in served.items():
         _write_side(layer, side, scale)
-    return result
+
+
+def _raw_parameters(layer: Any, sides: tuple[str, ...]) -> list[torch.nn.Parameter]:
+    """The raw scales for which this release has a place on this layer."""
+    found = (getattr(layer, f"{side}_scale", None) for side in sides)
+    return [parameter for parameter in found if parameter is not None]
 
 
 def _replace_everywhere(original: Callable[..., Any], ours: Callable[..., Any]) -> None:

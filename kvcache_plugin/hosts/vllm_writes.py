@@ -101,8 +101,14 @@ class HookWrites:
             return problem
         if getattr(layer.attn_backend, "forward_includes_kv_cache_update", True):
             return "it writes the cache while it computes attention"
+        if getattr(type(layer).forward, "__module__", "") != seams.VLLM_WRITE.module:
+            return f"{type(layer).__name__} has a forward of its own, which may write by itself too"
         if getattr(layer, "use_direct_call", False):
             return "on this platform torch.compile looks into attention, and would into the hook"
+        if layer._k_scale.numel() > 1:
+            problem = _why_not_per_head(layer.attn_backend)
+            if problem:
+                return problem
         if not getattr(impl.do_kv_cache_update, "is_ours", False):
             for question in self._questions:
                 setattr(impl, question, _no)
@@ -185,10 +191,12 @@ def _rounded(write: Callable[..., Any], kv_format: str) -> Callable[..., Any]:
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         k, v = quantize_kv_pair(key, value, layer._k_scale, layer._v_scale, kv_format)
         codes = _numbers(k.data, key.dtype), _numbers(v.data, value.dtype)
-        return write(_Unscaled(layer), *codes, kv_cache, slot_mapping)
+        return write(_Unscaled(layer), *codes, kv_cache, slot_mapping, *args, **kwargs)
 
     do_kv_cache_update.is_ours = True  # type: ignore[attr-defined]
     return do_kv_cache_update
@@ -215,6 +223,16 @@ def _writes_cache(module: Any) -> bool:
         and getattr(module, "kv_sharing_target_layer_name", None) is None
         and getattr(module, "attn_type", "decoder") not in ("encoder", "encoder_only")
     )
+
+
+def _why_not_per_head(backend: Any) -> str:
+    """Why codes with a scale for each head may not be written; empty where they are read so."""
+    seam = seams.vllm_backend_per_head(backend)
+    question: Any = getattr(backend, seams.PER_HEAD_QUESTION, None)
+    problem = fitting.check_function(seam, getattr(question, "__func__", question))
+    if problem:
+        return problem
+    return "" if question() else "it reads the cache with one scale, and the layer has one per head"
 
 
 def _problem_of(seam: Seam) -> str:

@@ -228,6 +228,37 @@ def test_a_sound_reload_after_a_refused_one_is_served(method: type) -> None:
 
 
 @METHODS
+def test_a_refused_reload_ends_also_where_a_layer_lacks_a_scale(
+    method: type, monkeypatch: pytest.MonkeyPatch, records: list[logging.LogRecord]
+) -> None:
+    """As another release may have it; what is told is the corrupt scale alone."""
+    monkeypatch.setattr(vllm, "_BUFFERS", ("k", "v", "q", "prob", "of_another_release"))
+    model = Model(method).load(FIRST)
+    with pytest.raises(KVScaleError, match="in 1 of 2 layers"):
+        model.reload(SECOND | {"0.k": NAN})
+    assert model.scales("k") == near(0.05, 0.14)
+    assert records == []
+
+
+def test_a_failure_to_keep_scales_does_not_end_a_reload_half_way(
+    monkeypatch: pytest.MonkeyPatch, records: list[logging.LogRecord]
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("a fault of the plugin")
+
+    for method in (BaseKVCacheMethod, CompressedTensorsKVCacheMethod):
+        model = Model(method).load(FIRST)
+        with monkeypatch.context() as patch:
+            patch.setattr(vllm, "_take_away", fail)
+            with pytest.raises(KVScaleError, match="in 1 of 2 layers"):
+                model.reload(SECOND | {"0.q": INF})
+        model.reload(SECOND)
+        assert model.scales("k") == near(0.15, 0.14)
+    (record,) = records  # it is told once
+    assert "failed while keeping the K/V scales of a layer" in record.getMessage()
+
+
+@METHODS
 @pytest.mark.usefixtures("fnuz")
 def test_fnuz_doubles_once_however_often_it_is_reloaded(method: type) -> None:
     model = Model(method).load(FIRST)
@@ -317,6 +348,30 @@ def test_a_corrupt_one_is_refused(method: type, value: float, says: str) -> None
     assert "in 1 of 2 layers" in str(refused.value)
     assert NAME.format(1) in str(refused.value)
     assert says in str(refused.value)
+
+
+def test_a_failure_to_mark_scales_does_not_stop_a_model(
+    monkeypatch: pytest.MonkeyPatch, records: list[logging.LogRecord]
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("a fault of the plugin")
+
+    monkeypatch.setattr(vllm, "_mark", fail)
+    model = Model(CompressedTensorsKVCacheMethod).load(FIRST)
+    assert model.scales("k") == near(0.05, 0.04)
+    (record,) = records  # of two layers
+    assert "failed while marking K/V scales" in record.getMessage()
+
+
+def test_a_place_that_a_release_does_not_have_is_not_marked() -> None:
+    layer = SimpleNamespace(
+        k_scale=torch.nn.Parameter(torch.ones(1)), v_scale=torch.nn.Parameter(torch.ones(1))
+    )
+    vllm._mark(layer)
+    assert layer.k_scale.item() == layer.v_scale.item() == -1.0
+    layer.k_zero_point = layer.v_zero_point = torch.zeros(1)
+    vllm._prepare(layer, None, None)
+    assert layer.k_scale.item() == layer.v_scale.item() == 1.0
 
 
 @pytest.mark.usefixtures("fnuz")

@@ -179,6 +179,14 @@ def test_each_code_comes_through_the_kernel(
         assert not lost.isfinite().any()
 
 
+@pytest.fixture
+def reads_per_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FlashAttention does; vLLM's attention for CPUs reads all heads with one scale."""
+    question = "supports_per_head_quant_scales"
+    monkeypatch.setattr(cpu_attn.CPUAttentionBackend, question, classmethod(lambda cls: True))
+
+
+@pytest.mark.usefixtures("reads_per_head")
 @pytest.mark.parametrize("scale", [torch.tensor(K_SCALE), torch.tensor([0.02, 0.07])])
 def test_scales_are_those_of_the_layer_when_it_writes(scale: torch.Tensor) -> None:
     """Also one for each head, and what a reload has copied over the old ones."""
@@ -190,6 +198,52 @@ def test_scales_are_those_of_the_layer_when_it_writes(scale: torch.Tensor) -> No
     k, v = written(model.write(key, value), torch.bfloat16)
     assert torch.equal(k, rounded(key, scale))
     assert torch.equal(v, rounded(value, 2 * scale))
+
+
+def test_a_cache_that_is_read_with_one_scale_is_not_written_with_one_per_head(
+    records: list[logging.LogRecord],
+) -> None:
+    """vLLM's attention for CPUs takes the largest, for K and V that it writes as for those read."""
+    heads = torch.tensor([0.02, 0.07])
+    assert not any(is_hooked(layer) for layer in hooked(Model().scaled(heads, heads)).layers)
+    (record,) = records
+    assert "reads the cache with one scale, and the layer has one per head" in record.getMessage()
+
+
+def test_where_a_backend_cannot_be_asked_how_it_reads_the_engine_writes(
+    monkeypatch: pytest.MonkeyPatch, records: list[logging.LogRecord]
+) -> None:
+    monkeypatch.delattr("vllm.v1.attention.backend.AttentionBackend.supports_per_head_quant_scales")
+    heads = torch.tensor([0.02, 0.07])
+    assert not any(is_hooked(layer) for layer in hooked(Model().scaled(heads, heads)).layers)
+    (record,) = records
+    assert "supports_per_head_quant_scales is missing" in record.getMessage()
+    assert all(is_hooked(layer) for layer in hooked(Model().scaled()).layers)
+
+
+def test_what_a_backend_takes_beside_goes_on_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A further argument has a default, and yet may be given."""
+    model, handed = Model(), []
+    layer: Any = model.layers[0]
+
+    def write(
+        self: Any,
+        layer: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        slot_mapping: Any,
+        first: int = 0,
+        *,
+        last: int = 0,
+    ) -> None:
+        handed.append((first, last))
+
+    monkeypatch.setattr(type(layer.impl), "do_kv_cache_update", write)
+    hooked(model)
+    given = some(7, torch.bfloat16)
+    layer.impl.do_kv_cache_update(layer, given, given, layer.kv_cache, SLOTS, 1, last=2)
+    assert handed == [(1, 2)]
 
 
 class Marker:
@@ -341,6 +395,17 @@ def compiled(layer: Any) -> None:
     layer.use_direct_call = True
 
 
+class OwnForward(Attention):
+    """As vLLM's attention with sinks has it, which writes them by another kernel."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def own_forward(layer: Any) -> None:
+    layer.__class__ = OwnForward
+
+
 def no_write(layer: Any) -> None:
     layer.impl = SimpleNamespace()
 
@@ -353,6 +418,7 @@ def no_write(layer: Any) -> None:
         (per_token_head, "(fp8_per_token_head, CPUAttentionBackendImpl)"),
         (mla, "(self, kv_c_normed, k_pe, kv_cache, slot_mapping"),
         (in_forward, "writes the cache while it computes attention"),
+        (own_forward, "OwnForward has a forward of its own"),
         (compiled, "torch.compile looks into attention"),
         (no_write, "do_kv_cache_update is missing"),
     ],
