@@ -136,7 +136,9 @@ def _plugins(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     from kvcache_plugin.api import explain
-    from kvcache_plugin.hosts.written import summaries
+    from kvcache_plugin.hosts.write_paths import summaries
+    from kvcache_plugin.hosts.writes import third_party_among
+    from kvcache_plugin.settings import read_settings
 
     try:
         with _output_aside():
@@ -155,7 +157,13 @@ def _explain(arguments: argparse.Namespace) -> int:
         )
         if not any(row.chosen for row in rows):
             print(f"\nnothing quantizes {arguments.kv_cache_dtype} on {arguments.device}")
-        elif lines := list(summaries(arguments.kv_cache_dtype)):
+        elif lines := list(
+            summaries(
+                arguments.kv_cache_dtype,
+                vllm_writes=read_settings().vllm_writes,
+                third_party=third_party_among(rows),
+            )
+        ):
             print("", *lines, sep="\n")
     return FINE if any(row.chosen for row in rows) else WRONG
 

@@ -19,7 +19,7 @@ from kvcache_plugin.hosts.releases import (
     read_releases,
     verdict,
 )
-from kvcache_plugin.hosts.written import WritePath, write_paths
+from kvcache_plugin.hosts.write_paths import WritePath, write_paths
 from kvcache_plugin.manager import Implementation, Manager
 from kvcache_plugin.settings import (
     BLOCK,
@@ -33,6 +33,8 @@ from kvcache_plugin.settings import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from kvcache_plugin.hosts.seams import Seam
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def examine() -> Examination:
     manager = Manager(settings.block)
     manager.discover()
     releases, unread = _read_record()
-    engines = tuple(_examine_engine(engine, releases) for engine in ENGINES)
+    engines = tuple(_examine_engine(engine, releases, settings) for engine in ENGINES)
     return Examination(
         settings,
         engines,
@@ -124,7 +126,9 @@ def _read_record() -> tuple[tuple[Release, ...], str]:
         return (), str(error)
 
 
-def _examine_engine(engine: Engine, releases: tuple[Release, ...]) -> EngineStatus:
+def _examine_engine(
+    engine: Engine, releases: tuple[Release, ...], settings: Settings
+) -> EngineStatus:
     version = engine.version
     if version is None:
         return EngineStatus(engine.title, None, None, "", ())
@@ -140,15 +144,18 @@ def _examine_engine(engine: Engine, releases: tuple[Release, ...]) -> EngineStat
         verdict(releases, engine.title, version),
         engine.why_not_loaded(),
         tuple(
-            SeamStatus(
-                seam.path, seam.purpose, problem, harmless.get(seam.path, "") * bool(problem)
-            )
+            _examine_seam(seam, harmless.get(seam.path, ""))
             for seam in seams.SEAMS
             if seam.engine == engine.package
-            for problem in [fitting.check_source(seam)]
         ),
-        write_paths(engine.title),
+        write_paths(engine.title, vllm_writes=settings.vllm_writes),
     )
+
+
+def _examine_seam(seam: Seam, harmless: str) -> SeamStatus:
+    """:param harmless: why it does no harm if the seam does not fit, empty where it would."""
+    problem = fitting.check_source(seam)
+    return SeamStatus(seam.path, seam.purpose, problem, harmless if problem else "")
 
 
 def _problems(engine: EngineStatus) -> list[str]:

@@ -78,8 +78,6 @@ def _sglang(checkpoint: str) -> Callable[[int, int], None]:
         context_length=256,
         dtype="bfloat16",
         log_level="info",
-        # Else the engine that waits would take the processor from the one that is timed.
-        sleep_on_idle=True,
     )
 
     def generate(batch: int, tokens: int) -> None:

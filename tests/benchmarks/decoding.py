@@ -1,9 +1,10 @@
 """What the plugin costs while serving: ``python -m tests.benchmarks.decoding [vllm] [sglang]``.
 
 Two processes of the same engine, one with the plugin and one without, are started on the same
-checkpoint and decode in turns. Printed is the speed with the plugin over that without: the median
-of the ratios of neighbouring turns, which a machine that is slow for a minute slows alike, with the
-quartiles. The engines run in the environments of the engine tests.
+checkpoint and decode in turns; the one that waits is stopped, for SGLang is busy while it waits.
+Printed is the speed with the plugin over that without: the median of the ratios of neighbouring
+turns, which a machine that is slow for a minute slows alike, with the quartiles. The engines run in
+the environments of the engine tests.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.engine import venvs
+from tests.engine.checkout import install_plugin
 from tests.engine.checkpoints import Checkpoint
-from tests.engine.serving import environment, install
+from tests.engine.serving import environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 TURNS = 20
 TOKENS = 48
 BATCHES = (1, 8)
-_ROOT = Path(__file__).resolve().parents[2]
 _LAYERS = 12
 _MODEL = Checkpoint(
     "decoding",
@@ -45,7 +46,7 @@ def main() -> None:
         "speed with the plugin over that without, median (quartiles)"
     )
     with tempfile.TemporaryDirectory() as folder:
-        site = install(Path(folder, "site"), _ROOT, "pluggy")
+        site = install_plugin(Path(folder))
         checkpoint = _MODEL.write(Path(folder))
         for engine in engines:
             _compare(engine, checkpoint, site, Path(folder))
@@ -77,8 +78,11 @@ def _compare(engine: str, checkpoint: Path, site: Path, folder: Path) -> None:
 
 def _decode(process: subprocess.Popen[str], batch: int) -> float:
     assert process.stdin is not None
+    os.killpg(process.pid, signal.SIGCONT)
     print(batch, TOKENS, file=process.stdin, flush=True)
-    return float(_answer(process, "SECONDS"))
+    seconds = float(_answer(process, "SECONDS"))
+    os.killpg(process.pid, signal.SIGSTOP)
+    return seconds
 
 
 def _answer(process: subprocess.Popen[str], word: str) -> str:
@@ -108,6 +112,7 @@ def _engine(
         )
         try:
             _answer(process, "READY")
+            os.killpg(process.pid, signal.SIGSTOP)
             yield process
         except RuntimeError:
             print(log.read_text(errors="replace"), file=sys.stderr)

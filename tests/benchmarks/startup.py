@@ -13,10 +13,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.engine.serving import install, run_python
+from tests.engine.checkout import install_plugin
+from tests.engine.serving import run_python
 
 RUNS = 5
-_ROOT = Path(__file__).resolve().parents[2]
 _TIMED = """
 import time
 {before}
@@ -54,7 +54,7 @@ _ENGINES = [
 def main() -> None:
     print(f"milliseconds, median of {RUNS} processes (smallest to largest)")
     with tempfile.TemporaryDirectory() as folder:
-        site = install(Path(folder), _ROOT, "pluggy")
+        site = install_plugin(Path(folder))
         _print(
             "import kvcache_plugin, after torch", [_run_here(_IMPORT, site) for _ in range(RUNS)]
         )

@@ -17,6 +17,6 @@ def install_plugin(scratch: Path) -> Path:
     # Built from a copy: setuptools writes into the tree that it builds, and would also pick up
     # what an earlier build left there.
     source = scratch / "source"
-    unneeded = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist", "shared")
+    unneeded = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist")
     shutil.copytree(_ROOT, source, ignore=unneeded)
     return install(scratch / "site", source, "pluggy")

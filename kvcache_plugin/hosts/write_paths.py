@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from kvcache_plugin.formats import BUILT_IN, canonical
 from kvcache_plugin.settings import VLLM_WRITES
@@ -33,7 +33,9 @@ class WritePath:
     why: str
 
 
-_OTHER_ROUNDING: Final = "SGLang's own changes K and V, rounds twice, and overflows to NaN or inf"
+_OTHER_ROUNDING: Final = (
+    "SGLang's own changes K and V, rounds twice, and overflows to inf (e5m2) or NaN (FNUZ)"
+)
 _IN_ONE_KERNEL: Final = "one kernel computes, rounds and writes"
 
 WRITE_PATHS: Final = (
@@ -90,24 +92,48 @@ WRITE_PATHS: Final = (
     ),
 )
 
-_WRITERS: Final[tuple[Writer, ...]] = ("the hook", "the engine, or a third party", "the engine")
+
+def write_paths(
+    engine: str, *, vllm_writes: str = VLLM_WRITES.default, third_party: str = ""
+) -> tuple[WritePath, ...]:
+    """The write paths of an engine, by its title, with who writes as things are.
+
+    :param vllm_writes: see ``settings.VLLM_WRITES``.
+    :param third_party: who quantizes, if that is not built in; empty where it is, or for all
+        devices and formats.
+    """
+    return tuple(
+        _as_things_are(path, vllm_writes, third_party)
+        for path in WRITE_PATHS
+        if path.engine == engine
+    )
 
 
-def write_paths(engine: str) -> tuple[WritePath, ...]:
-    """The write paths of an engine, by its title."""
-    return tuple(path for path in WRITE_PATHS if path.engine == engine)
+def _as_things_are(path: WritePath, vllm_writes: str, third_party: str) -> WritePath:
+    if path.writer != "the engine, or a third party":
+        return path
+    if third_party:
+        return replace(path, writer="the hook", why=f"{third_party} quantizes")
+    if path.engine == "vLLM" and vllm_writes == "hook":
+        return replace(path, writer="the hook", why=f"{VLLM_WRITES.name}=hook")
+    return path
 
 
-def summaries(kv_cache_dtype: str) -> Iterator[str]:
-    """One line for each engine: who writes what in a format. None for one that a plugin adds."""
+def summaries(
+    kv_cache_dtype: str, *, vllm_writes: str = VLLM_WRITES.default, third_party: str = ""
+) -> Iterator[str]:
+    """One line for each engine: who writes what in a format. None for one that a plugin adds.
+
+    The arguments are those of ``write_paths``.
+    """
     name = canonical(kv_cache_dtype)
     family = next((known.family for known in BUILT_IN if known.name == name), "")
     for engine in dict.fromkeys(path.engine for path in WRITE_PATHS):
-        paths = [path for path in write_paths(engine) if path.family == family]
+        paths = write_paths(engine, vllm_writes=vllm_writes, third_party=third_party)
         told = [
             f"by {writer.replace('the engine', engine)}: {', '.join(what)}"
-            for writer in _WRITERS
-            if (what := [path.what for path in paths if path.writer == writer])
+            for writer in get_args(Writer)
+            if (what := [p.what for p in paths if p.family == family and p.writer == writer])
         ]
         if told:
             yield f"{engine}'s caches are written {'; '.join(told)}"

@@ -10,7 +10,7 @@ import pytest
 
 from kvcache_plugin import cli, doctor, formats
 from kvcache_plugin.hosts.engines import ENGINES
-from kvcache_plugin.hosts.written import WRITE_PATHS, summaries, write_paths
+from kvcache_plugin.hosts.write_paths import WRITE_PATHS, summaries, write_paths
 from kvcache_plugin.manager import Explanation
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-it-works.md"
@@ -49,6 +49,43 @@ def test_a_line_names_each_write_with_its_writer() -> None:
     assert "by the hook: set_kv_buffer of the pool, cpu_fp8_e4m3" in hook
     assert third_party.startswith("by SGLang, or a third party: set_kv_buffer_prefix_valid")
     assert engine.startswith("by SGLang: fused CUDA writes")
+
+
+@pytest.mark.parametrize(
+    ("vllm_writes", "third_party", "by_vllm", "by_sglang"),
+    [
+        ("auto", "", False, False),
+        ("hook", "", True, False),
+        ("auto", "'mine' (mine 1.0)", True, True),
+        ("hook", "'mine' (mine 1.0)", True, True),
+    ],
+)
+def test_the_hook_is_named_where_it_writes_as_things_are(
+    vllm_writes: str, third_party: str, by_vllm: bool, by_sglang: bool
+) -> None:
+    told = list(summaries("fp8", vllm_writes=vllm_writes, third_party=third_party))
+    for line, by_hook in zip(told, (by_vllm, by_sglang), strict=True):
+        assert ("or a third party" not in line) is by_hook
+    for engine, by_hook in (("vLLM", by_vllm), ("SGLang", by_sglang)):
+        paths = write_paths(engine, vllm_writes=vllm_writes, third_party=third_party)
+        before = write_paths(engine)
+        changed = [path for path, was in zip(paths, before, strict=True) if path != was]
+        assert len(changed) == by_hook
+        for path in changed:
+            assert path.writer == "the hook"
+            assert path.why in ("KVCACHE_PLUGIN_VLLM_WRITES=hook", "'mine' (mine 1.0) quantizes")
+
+
+def test_explain_and_doctor_look_at_the_switch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVCACHE_PLUGIN_VLLM_WRITES", "hook")
+    monkeypatch.setattr(doctor.Engine, "version", property(lambda self: "0.32.0"))
+    cli.main(["explain", "--device", "cpu", "--kv-cache-dtype", "fp8"])
+    assert "vLLM's caches are written by the hook: do_kv_cache" in capsys.readouterr().out
+    cli.main(["doctor", "--json"])
+    vllm, _ = json.loads(capsys.readouterr().out)["engines"]
+    assert vllm["writes"][0]["writer"] == "the hook"
 
 
 def test_of_a_format_that_a_plugin_adds_nothing_is_told(
