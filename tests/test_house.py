@@ -51,6 +51,13 @@ def test_every_module_is_drawn_once() -> None:
     assert set(drawn) == {room_of(name_of(path)) for path in MODULES} - {"__main__"}
 
 
+def test_every_module_of_an_adapter_is_named() -> None:
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith("| `hosts/` |")]
+    named = set(re.findall(r"`(\w+\.py)`", row))
+    assert named == {path.name for path in MODULES if path.parent.name == "hosts"}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_go_up_the_page(path: Path) -> None:
     order = [*drawn_rooms(), "__main__"]
