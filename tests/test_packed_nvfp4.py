@@ -77,6 +77,31 @@ def test_heads_may_come_in_one_dimension() -> None:
     assert torch.equal(again["v_buffer"][0], buffers["v_buffer"][0])
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 32), (0, 64)])
+def test_there_may_be_no_tokens(shape: tuple[int, ...]) -> None:
+    cache = cache_of()
+    buffers, _, _ = store(cache, 0)
+    before = [buffers[f"{side}_buffer"][0].clone() for side in "kv"]
+    nothing, nowhere = torch.empty(shape, dtype=torch.bfloat16), torch.empty(0, dtype=torch.int64)
+    cache.quantize_and_store(
+        buffers["k_buffer"][0], buffers["v_buffer"][0], None, None, nowhere, nothing, nothing
+    )
+    for side, stood in zip("kv", before, strict=True):
+        assert torch.equal(buffers[f"{side}_buffer"][0], stood)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_layer_may_keep_its_scales_in_another_dtype(dtype: torch.dtype) -> None:
+    other = layer(0, 0.5, 0.25)
+    for name in ("k_scale", "v_scale"):
+        setattr(other, name, torch.nn.Parameter(getattr(other, name).to(dtype), False))
+    cache = cache_of(other)
+    buffers, key, value = store(cache, 0)
+    for side, x, factor in (("k", key, 0.5), ("v", value, 0.25)):
+        expected = dequantize_kv(quantize_kv(x, factor, "nvfp4"))
+        assert torch.equal(read(cache, buffers, side, 0)[LOC], expected)
+
+
 def test_what_goes_with_the_rows_takes_no_room() -> None:
     buffers = cache_of().create_buffers(12, 2, 32, 3, "cpu")
     for side in "kv":

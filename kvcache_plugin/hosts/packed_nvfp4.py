@@ -16,6 +16,8 @@ from kvcache_plugin.quantized import OutBuffers, QuantizedKV
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+#: Bytes of a block: its codes, and its scale.
+_BLOCK_BYTES: Final = NVFP4.head_dim_multiple // NVFP4.values_per_element + 1
 #: The empty buffer that goes with V has one dimension more than K's.
 _V_DIMENSIONS: Final = 3
 
@@ -52,7 +54,7 @@ class LayerScales:
         """The scale of the first layer of the slice: float32 of shape ``[1]``, on the device."""
         scale = self._raw(numbers.start)
         if isinstance(scale, torch.Tensor):
-            return scale.detach().reshape(1)
+            return scale.detach().reshape(1).to(torch.float32)
         return self.one if scale is None else torch.full_like(self.one, scale)
 
     def _raw(self, layer_id: int) -> torch.Tensor | float | None:
@@ -134,10 +136,12 @@ class PackedNVFP4:
         :param k_scale: dequantization multiplier of the layer's K; ``None`` is 1.0.
         :raises KVQuantizeError: for K, V or a scale that does not fit.
         """
-        heads = k_buffer.shape[1]
-        key, value = (x.view(x.shape[0], heads, -1) for x in (cache_k, cache_v))
+        _, heads, row = k_buffer.shape
+        # Without tokens -1 would say nothing.
+        head_dim = row // _BLOCK_BYTES * NVFP4.head_dim_multiple
+        key, value = (x.view(x.shape[0], heads, head_dim) for x in (cache_k, cache_v))
         k_rows, v_rows = (
-            torch.empty((*x.shape[:2], _row(x.shape[2])), dtype=torch.uint8, device=x.device)
+            torch.empty((*x.shape[:2], row), dtype=torch.uint8, device=x.device)
             for x in (key, value)
         )
         quantize_kv_pair(
@@ -194,12 +198,11 @@ class PackedNVFP4:
 
 def _row(head_dim: int) -> int:
     """Bytes of one token and head."""
-    return head_dim // NVFP4.values_per_element + head_dim // NVFP4.head_dim_multiple
+    return head_dim // NVFP4.head_dim_multiple * _BLOCK_BYTES
 
 
 def _parts(rows: torch.Tensor) -> OutBuffers:
     """Views of rows: codes ``[..., head_dim / 2]`` and block scales ``[..., head_dim / 16]``."""
-    per_block = NVFP4.head_dim_multiple // NVFP4.values_per_element + 1
-    blocks = rows.shape[-1] // per_block
+    blocks = rows.shape[-1] // _BLOCK_BYTES
     codes = rows.shape[-1] - blocks
     return OutBuffers(rows[..., :codes], rows[..., codes:].view(torch.float8_e4m3fn))

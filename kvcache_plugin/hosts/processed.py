@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kvcache_plugin.hosts.loaded import LoadedScales
-
 Raw: TypeAlias = "torch.Tensor | float | None"
 
 _ATTRIBUTE: Final = "_kvcache_plugin_processed"
@@ -38,10 +36,10 @@ class Processed:
     stands: tuple[float, ...]
 
 
-def remember(layer: Any, found: LoadedScales) -> None:
-    """Remember what was found on a layer, now that the result stands there."""
-    raw = tuple(None if raw is None else float(raw) for raw in (found.k, found.v))
-    setattr(layer, _ATTRIBUTE, Processed(found.layer, raw, _standing(layer)))
+def remember(layer: Any, name: str, k: Raw = None, v: Raw = None) -> None:
+    """Remember what a checkpoint brought to a layer, now that the result stands there."""
+    raw = tuple(None if raw is None else float(raw) for raw in (k, v))
+    setattr(layer, _ATTRIBUTE, Processed(name, raw, _standing(layer)))
 
 
 def name_of(layer: Any) -> str:

@@ -218,6 +218,8 @@ class _Adapter:
         result = original(method, layer, *args, **kwargs)
         if found is not None and scales is not None:
             guarded("writing the K/V scales of a layer", _write, layer, found, scales)
+        if found is None:
+            guarded("remembering the K/V scales of a layer", self._remember_random, method, layer)
         self._gate.mark_processed(layer)
         return result
 
@@ -289,19 +291,35 @@ class _Adapter:
         config = get_model()
         device = target_device or layer.k_scale.device
         kv_format = _kv_format(config.kv_cache_dtype, method.quant_config, Device.of(device))
-        # The random weights that a dummy load begins with are no checkpoint's.
-        is_random = config.load_format == "dummy" and self._gate.is_first_time(layer)
-        if kv_format is None or is_random or layer.k_scale.is_meta:
+        if kv_format is None or self._is_random(layer) or layer.k_scale.is_meta:
             return None
         k, v = raw_scales(layer)
         return LoadedScales(
-            layer=self._names.get(layer, "") or name_of(layer) or f"layer {layer.layer_id}",
+            layer=self._name(layer),
             k=k,
             v=v,
             kv_cache_dtype=kv_format,
             device=device,
             dtype=layer.k_scale.dtype,
         )
+
+    def _name(self, layer: Any) -> str:
+        return self._names.get(layer, "") or name_of(layer) or f"layer {layer.layer_id}"
+
+    def _is_random(self, layer: Any) -> bool:
+        """The random weights that a dummy load begins with are no checkpoint's."""
+        from sglang.srt.runtime_context import get_model
+
+        return bool(get_model().load_format == "dummy" and self._gate.is_first_time(layer))
+
+    def _remember_random(self, method: Any, layer: Any) -> None:
+        """Know what to go back to where the first update after a dummy load is refused."""
+        from sglang.srt.runtime_context import get_model
+
+        device = Device.of(layer.k_scale.device)
+        kv_format = _kv_format(get_model().kv_cache_dtype, method.quant_config, device)
+        if kv_format is not None and self._is_random(layer) and not layer.k_scale.is_meta:
+            remember(layer, self._name(layer))
 
 
 def _write(layer: Any, found: LoadedScales, scales: KVScales) -> None:
@@ -310,7 +328,7 @@ def _write(layer: Any, found: LoadedScales, scales: KVScales) -> None:
         scale = getattr(scales, side)
         getattr(layer, f"{side}_scale").data.fill_(scale)
         setattr(layer, f"{side}_scale_float", scale)
-    remember(layer, found)
+    remember(layer, found.layer, found.k, found.v)
 
 
 def _kv_format(kv_cache_dtype: str, quant_config: Any, device: Device) -> str | None:

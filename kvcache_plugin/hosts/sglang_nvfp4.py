@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 #: Backends that read plain K and V, and whether they multiply them by the scales of the layer.
 _BACKENDS: Final = {"triton": True, "torch_native": False, "flex_attention": False}
 
+#: Its layers run several times, and the later ones attend to K and V of the first.
+_LOOPED: Final = "IQuestLoopCoderForCausalLM"
+
 #: Arguments that make another pool, or move K and V in ways that only know SGLang's own layout,
 #: each with its value that does not, beside none at all.
 _NOT_SERVED: Final = {
@@ -38,6 +41,8 @@ _NOT_SERVED: Final = {
     "enable_hierarchical_cache": False,
     "enable_lmcache": False,
     "enable_flexkv": False,
+    "radix_cache_backend": "",
+    "enable_unified_cache_external_linker": False,
     "enable_hisparse": False,
     "enable_unified_memory": False,
     "enable_page_major_kv_layout": False,
@@ -180,12 +185,13 @@ class _PlainReads:
         return self._gate.guarded("looking at the arguments", lambda: _asked(get_server_args()))
 
     def _say_in_use(self, asked: _Asked, device: str) -> None:
+        quantizer = self._gate.guarded("asking who quantizes", _quantizer, device)
         self._gate.say(
             logging.INFO,
             "kvcache_plugin serves --kv-cache-dtype=nvfp4 on %s: %s quantizes what is written, and "
             "each step dequantizes the whole cache of a layer",
             _listed(asked.backends),
-            _quantizer(device),
+            quantizer or "the hook",
         )
 
 
@@ -235,8 +241,12 @@ def _model_problem(model: Any, *, scales_later: bool) -> str:
         "some layers have a state in place of a cache": mambaish_config(model) is not None,
         "its attention is sparse": is_minimax_sparse(model.hf_config)
         or getattr(model.hf_text_config, "indexer_n_heads", None) is not None,
-        "some layers read K and V of another back, and triton leaves out their scales": scales_later
-        and bool(getattr(model.hf_text_config, "num_kv_shared_layers", None)),
+        "some layers read K and V back, and triton leaves out their scales": scales_later
+        and (
+            bool(getattr(model.hf_text_config, "num_kv_shared_layers", None))
+            or model.is_encoder_decoder
+            or _LOOPED in (model.hf_config.architectures or ())
+        ),
     }
     for kind, is_so in kinds.items():
         if is_so:

@@ -1,21 +1,20 @@
 """SGLang: K and V are written to FP8 caches as the hook rounds them.
 
-What SGLang's fused CUDA kernels write is left alone; ``written.py`` lists what is whose.
+What SGLang's fused CUDA kernels write is left alone; ``write_paths.py`` lists what is whose.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import math
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from kvcache_plugin.api import dequantize_kv, quantize_kv, quantize_kv_pair
-from kvcache_plugin.arguments import scale_tensor
-from kvcache_plugin.errors import NoImplementationError
-from kvcache_plugin.formats import NVFP4
+from kvcache_plugin.arguments import checked_number, scale_tensor
+from kvcache_plugin.errors import KVQuantizeError, NoImplementationError
+from kvcache_plugin.formats import FP8_E4M3, NVFP4
 from kvcache_plugin.hosts import seams
 from kvcache_plugin.hosts.writes import FP8_BY_DTYPE, third_party_writer
 from kvcache_plugin.quantized import QuantizedKV
@@ -48,6 +47,7 @@ class _Writes:
     def __init__(self) -> None:
         # Where no implementation serves, found out once: a device and a format.
         self._unserved: set[tuple[torch.device, str]] = set()
+        self._has_left_scales = False
 
     def write_pool(
         self,
@@ -206,8 +206,10 @@ class _Writes:
             or (cache_k.device, kv_format) in self._unserved
         ):
             return None
-        k, v = _usable(k_scale, cache_k), _usable(v_scale, cache_v)
-        if k is None or v is None:
+        try:
+            k, v = _usable(k_scale, cache_k), _usable(v_scale, cache_v)
+        except KVQuantizeError as error:
+            self._leave_scales(error)
             return None
         try:
             k_codes, v_codes = quantize_kv_pair(cache_k, cache_v, k, v, kv_format)
@@ -225,6 +227,11 @@ class _Writes:
     def _leave(self, device: torch.device, kv_format: str, error: NoImplementationError) -> None:
         self._unserved.add((device, kv_format))
         logger.warning("SGLang writes %s on %s as it does by itself: %s", kv_format, device, error)
+
+    def _leave_scales(self, error: KVQuantizeError) -> None:
+        if not self._has_left_scales:
+            self._has_left_scales = True
+            logger.warning("SGLang writes K and V with such scales as it does by itself: %s", error)
 
 
 #: Asked for each write, and the answer takes a while.
@@ -248,23 +255,18 @@ def _is_fused(dtype: torch.dtype, layer: Any, k_scale: Any, v_scale: Any) -> boo
 
 
 def _usable(scale: Any, tensor: torch.Tensor) -> Any:
-    """The scale as the hook takes it, ``None`` for a number that is corrupt.
+    """The scale as the hook takes it.
 
-    Such a number is only served where a corrupt scale does not stop the load.
+    :raises KVQuantizeError: for one that it does not take: a number that is corrupt, which is only
+        served where a corrupt scale does not stop the load, or a tensor of another shape or kind,
+        which SGLang may still divide by.
     """
     if scale is None:
         return 1.0
     if isinstance(scale, torch.Tensor):
         is_on_host = scale.device.type == "cpu" and tensor.device.type != "cpu"
         if not is_on_host or scale.numel() != 1:
-            return scale
+            # The rules for scales are the same for all FP8 formats.
+            return scale_tensor(scale, tensor, FP8_E4M3)
         scale = scale.item()
-    if 0 < scale < math.inf:
-        return scale
-    _say_corrupt()
-    return None
-
-
-@functools.cache
-def _say_corrupt() -> None:
-    logger.warning("SGLang writes K and V with corrupt scales as it does by itself")
+    return checked_number(scale)

@@ -23,6 +23,7 @@ from sglang.srt.arg_groups.kv_cache_hook import (
     handle_kv4_compatibility,
     handle_nvfp4_prefill_kv_dequant_dtype,
 )
+from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 from sglang.srt.layers.attention.torch_flex_backend import TorchFlexAttnBackend
 from sglang.srt.layers.quantization import fp4_kv_cache_quant_method as methods
 from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
@@ -119,6 +120,8 @@ def test_arguments_pass_that_the_engine_refuses_by_itself(
         ({"enable_unified_memory": True}, "enable_unified_memory=True"),
         ({"enable_page_major_kv_layout": True}, "enable_page_major_kv_layout=True"),
         ({"dcp_size": 2}, "dcp_size=2"),
+        ({"radix_cache_backend": "flexkv"}, "radix_cache_backend='flexkv'"),
+        ({"enable_unified_cache_external_linker": True}, "external_linker=True"),
     ],
 )
 def test_what_is_in_the_way_is_told_once_and_the_engine_refuses(
@@ -143,7 +146,7 @@ def assert_told(caplog: pytest.LogCaptureFixture, why: str) -> None:
         ({"head_dim": 72}, "head_dim is 72"),
         ({"architectures": ["Llama4ForConditionalGeneration"]}, "window"),
         ({"architectures": ["MiniMaxM3SparseForCausalLM"]}, "sparse"),
-        ({"num_kv_shared_layers": 1}, "read K and V of another back"),
+        ({"num_kv_shared_layers": 1}, "read K and V back"),
     ],
 )
 def test_models_with_another_cache_are_left_to_the_engine(
@@ -153,6 +156,31 @@ def test_models_with_another_cache_are_left_to_the_engine(
     with pytest.raises(ValueError, match=OWN_REFUSAL):
         handle_nvfp4_prefill_kv_dequant_dtype(arguments(folder, attention_backend="triton"))
     assert_told(caplog, why)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_kv_shared_layers": 1},
+        {"architectures": ["WhisperForConditionalGeneration"]},
+        {"architectures": ["MllamaForConditionalGeneration"]},
+        {"architectures": ["IQuestLoopCoderForCausalLM"]},
+    ],
+)
+def test_k_and_v_that_triton_reads_back_would_lack_their_scales(
+    folder: Path, config: dict[str, Any]
+) -> None:
+    write_config(folder, **config)
+    model = model_config_of(arguments(folder))
+    assert "read K and V back" in sglang_nvfp4._model_problem(model, scales_later=True)
+    assert sglang_nvfp4._model_problem(model, scales_later=False) == ""
+
+
+@pytest.mark.parametrize("name", sglang_nvfp4._NOT_SERVED)
+def test_every_argument_that_is_not_served_is_one(folder: Path, name: str) -> None:
+    """A name that moved would let pass what it is there to stop."""
+    off = sglang_nvfp4._NOT_SERVED[name]
+    assert getattr(resolving_view(arguments(folder)), name) in (off, None)
 
 
 def test_without_an_implementation_the_engine_refuses(

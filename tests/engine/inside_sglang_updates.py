@@ -287,6 +287,27 @@ def test_a_corrupt_update_is_answered_and_the_scales_before_it_stay(
     assert_served(model, NEW)
 
 
+def test_a_corrupt_update_after_a_dummy_load_is_answered_too(
+    config: SimpleNamespace, manager_of: Any
+) -> None:
+    """Reinforcement learning begins so. What stands then is random, and no checkpoint's."""
+    config.load_format = "dummy"
+    random: dict[int, Pair] = {0: (0.0005, 0.0006), 1: (0.0004, 0.0007)}
+    model = loaded(random)
+    updater = new_updater(model)
+    manager = manager_of(updater)
+    for brought, is_sound, served in (
+        (CORRUPT, False, dict.fromkeys(LAYERS, (1.0, 1.0))),
+        ({}, True, dict.fromkeys(LAYERS, (1.0, 1.0))),
+        (NEW, True, NEW),
+    ):
+        updater.begin_weight_update()
+        manager._session = of_scheduler._WeightUpdateSession(selector="all", loaded_weights=True)
+        updater.load_weights_from_distributed(list(tensors_of(brought).items()))
+        assert manager.end_weight_update(EndWeightUpdateReqInput()).success is is_sound
+        assert_served(model, served)
+
+
 # Updates from disk
 
 

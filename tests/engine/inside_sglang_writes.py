@@ -6,6 +6,7 @@ comes from ``tests/oracles.py``, which knows nothing of the plugin.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -382,19 +383,32 @@ def test_what_an_implementation_raises_goes_up_with_its_name() -> None:
     assert "broken_one" in "".join(raised.value.__notes__)
 
 
-@pytest.mark.parametrize("corrupt", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_corrupt_number_that_is_served_anyway_is_sglangs(
-    corrupt: float, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "scale",
+    [
+        *(0.0, -1.0, float("nan"), float("inf"), 1e-50, 1e39),
+        *(torch.tensor([[0.3], [0.7]]), torch.full((HEAD_DIM,), 0.3), torch.tensor(2), True),
+    ],
+    ids=lambda scale: f"{scale.dtype}{list(scale.shape)}" if torch.is_tensor(scale) else str(scale),
+)
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_scale_that_the_hook_does_not_take_is_sglangs(
+    scale: Any, side: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """``KVCACHE_PLUGIN_MODE=warn``: the engine goes on as it would without the plugin."""
-    sglang_writes._say_corrupt.cache_clear()
-    pool, own = new_pool(torch.float8_e4m3fn), new_pool(torch.float8_e4m3fn)
+    """``KVCACHE_PLUGIN_MODE=warn`` serves corrupt ones, and SGLang divides by other shapes."""
+    writes = sglang_writes._Writes()
+    pools = new_pool(torch.float8_e4m3fn), new_pool(torch.float8_e4m3fn)
     k, v = values(1), values(2)
-    for write in (pool.set_kv_buffer, unwrapped(own)):
-        write(layer_of(None, None), SLOTS, k.clone(), v.clone(), corrupt, 0.7)
-    for codes, others in zip(stored(pool), stored(own), strict=True):
+    scales = (scale, 0.7) if side == 0 else (0.3, scale)
+    original = MHATokenToKVPool.set_kv_buffer.__wrapped__
+    ours, alone = functools.partial(writes.write_pool, original), original
+    for _ in range(2):
+        for write, pool in zip((ours, alone), pools, strict=True):
+            write(pool, layer_of(None, None), SLOTS, k.clone(), v.clone(), *scales)
+    for codes, others in zip(*map(stored, pools), strict=True):
         assert torch.equal(codes, others)
-    assert len(caplog.records) == 1
+    (record,) = caplog.records
+    assert "with such scales as it does by itself" in record.getMessage()
 
 
 def unwrapped(pool: MHATokenToKVPool) -> Callable[..., Any]:
