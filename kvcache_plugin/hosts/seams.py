@@ -114,6 +114,13 @@ VLLM_FUSED_WRITES: Final = tuple(
         "fused_qk_norm_mrope_kvcache_supported",
     )
 )
+VLLM_SHUFFLED: Final = Seam(
+    "vllm",
+    "vllm._aiter_ops",
+    "rocm_aiter_ops.is_shuffle_kv_cache_enabled",
+    ("cls",),
+    "tells on ROCm whether caches have a layout whose write leaves out the scales of the layer",
+)
 
 
 def vllm_backend_write(backend: type) -> Seam:
@@ -396,6 +403,7 @@ SEAMS: Final = (
     VLLM_RANK,
     VLLM_WRITE,
     *VLLM_FUSED_WRITES,
+    VLLM_SHUFFLED,
     SGLANG_HOOKS,
     SGLANG_LAYER,
     SGLANG_MODEL,

@@ -20,6 +20,7 @@ import torch
 
 from kvcache_plugin import __version__
 from kvcache_plugin.api import explain, quantize_kv_pair
+from kvcache_plugin.device import Device
 from kvcache_plugin.hosts import fitting, seams
 from kvcache_plugin.hosts.gate import leave_out
 from kvcache_plugin.hosts.writes import FP8_BY_DTYPE, third_party_writer
@@ -109,6 +110,8 @@ class HookWrites:
             problem = _why_not_per_head(layer.attn_backend)
             if problem:
                 return problem
+        if Device.of(layer._k_scale.device).kind == "rocm" and self._shuffled:
+            return self._shuffled
         if not getattr(impl.do_kv_cache_update, "is_ours", False):
             for question in self._questions:
                 setattr(impl, question, _no)
@@ -119,6 +122,17 @@ class HookWrites:
     def _moved(self) -> str:
         """Why a backend's write may not be called any more as it was; empty where it is."""
         return _problem_of(seams.VLLM_WRITE)
+
+    @functools.cached_property
+    def _shuffled(self) -> str:
+        """Why AITER's caches may have no scale; empty where they have those of the layer."""
+        problem = _problem_of(seams.VLLM_SHUFFLED)
+        if problem:
+            return problem
+        ops = sys.modules[seams.VLLM_SHUFFLED.module].rocm_aiter_ops
+        if ops.is_shuffle_kv_cache_enabled():
+            return "in AITER's shuffled layout K and V are written and read without their scales"
+        return ""
 
     @functools.cached_property
     def _questions(self) -> list[str]:

@@ -519,6 +519,23 @@ def test_on_fnuz_the_codes_are_those_of_fnuz(monkeypatch: pytest.MonkeyPatch) ->
     assert k.abs().max() == 240
 
 
+def test_a_layout_without_scales_is_left_to_vllm(
+    monkeypatch: pytest.MonkeyPatch, records: list[logging.LogRecord]
+) -> None:
+    """AITER's shuffled one: what is written as K / scale would be read as K."""
+    enabled = f"{seams.VLLM_SHUFFLED.module}.{seams.VLLM_SHUFFLED.qualname}"
+    monkeypatch.setattr(enabled, classmethod(lambda cls: True))
+    assert all(is_hooked(layer) for layer in hooked(Model()).layers)  # no ROCm, no such layout
+    records.clear()
+    monkeypatch.setattr(kv.Device, "of", classmethod(lambda cls, x: cls("rocm", "gfx950")))
+    assert not any(is_hooked(layer) for layer in hooked(Model()).layers)
+    monkeypatch.delattr(enabled)
+    assert not any(is_hooked(layer) for layer in hooked(Model()).layers)
+    shuffled, missing = (record.getMessage() for record in records)
+    assert "written and read without their scales" in shuffled
+    assert "is_shuffle_kv_cache_enabled is missing" in missing
+
+
 def test_what_a_write_leaves_on_the_layer_stays_there() -> None:
     from kvcache_plugin.hosts.vllm_writes import _Unscaled
 
