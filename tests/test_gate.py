@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -55,6 +56,25 @@ def test_every_corrupt_layer_is_in_the_error_and_nothing_is_processed() -> None:
     assert "model.layers.2.attn" not in message
     assert "Calibrate" in message
     assert "KVCACHE_PLUGIN_MODE=warn" in message
+
+
+def test_an_error_of_the_engine_does_not_hide_corrupt_layers_that_belong_together() -> None:
+    gate = LoadGate("Engine", "strict")
+
+    def reload() -> None:
+        with gate.one_by_one():
+            for module, scales in layers(3, 1, 2):
+                with contextlib.suppress(KVScaleError):
+                    gate.layer(module, scales)
+            raise RuntimeError("the engine's own")
+
+    with pytest.raises(RuntimeError, match="the engine's own") as raised:
+        reload()
+    notes = "\n".join(raised.value.__notes__)
+    assert "model.layers.1.attn" in notes
+    assert "model.layers.2.attn" in notes
+    assert "model.layers.0.attn" not in notes
+    assert not gate.goes_on
 
 
 @pytest.mark.parametrize(("corrupt", "more"), [(20, None), (21, "and 1 more"), (40, "and 20 more")])

@@ -221,12 +221,17 @@ class LoadGate:
 
         :raises KVScaleError: in strict mode, at the end, listing every corrupt layer.
         """
-        verdicts = self._together = []
+        verdicts: list[_Verdict] = []
+        self._together = verdicts
         try:
             yield
+        except Exception as error:  # the engine's own; what we have found may be its cause
+            for corrupt in _errors_among(verdicts):
+                add_note(error, str(corrupt))
+            raise
         finally:
             self._together = None
-        errors = [verdict for verdict in verdicts if isinstance(verdict, KVScaleError)]
+        errors = _errors_among(verdicts)
         if errors and self._mode == "strict":
             raise self._refusal(errors, len(verdicts))
 
@@ -336,7 +341,7 @@ class LoadGate:
 
         :raises KVScaleError: see ``model``.
         """
-        errors = [verdict for verdict in verdicts if isinstance(verdict, KVScaleError)]
+        errors = _errors_among(verdicts)
         lost = _lost_error(facts) if facts.lost else None
         refusal = None
         if errors and self._mode == "strict":
@@ -459,6 +464,10 @@ def _as_one(errors: Sequence[KVScaleError]) -> KVScaleError:
     return KVScaleError(
         "; ".join(map(_with_notes, errors)), layer=first.layer, remedy=". ".join(remedies)
     )
+
+
+def _errors_among(verdicts: Sequence[_Verdict]) -> list[KVScaleError]:
+    return [verdict for verdict in verdicts if isinstance(verdict, KVScaleError)]
 
 
 def _lost_error(facts: LoadFacts) -> KVScaleError:
