@@ -225,6 +225,8 @@ class _Writes:
         return kv_format is None or not _third_party_writer(tensor.device, kv_format)
 
     def _leave(self, device: torch.device, kv_format: str, error: NoImplementationError) -> None:
+        if getattr(error, "__notes__", ()):  # an implementation raised it, and is named there
+            raise error
         self._unserved.add((device, kv_format))
         logger.warning("SGLang writes %s on %s as it does by itself: %s", kv_format, device, error)
 

@@ -361,7 +361,10 @@ def test_without_an_implementation_sglang_quantizes_nvfp4(
     assert len(caplog.records) == 1
 
 
-def test_what_an_implementation_raises_goes_up_with_its_name() -> None:
+@pytest.mark.parametrize(
+    "kind", [RuntimeError, kv.KVQuantizeError, kv.NoImplementationError, ValueError]
+)
+def test_what_an_implementation_raises_goes_up_with_its_name(kind: type[Exception]) -> None:
     class Broken:
         @kv.hookimpl
         def supports_kv(self, device: Device, kv_cache_dtype: str) -> bool:
@@ -369,12 +372,12 @@ def test_what_an_implementation_raises_goes_up_with_its_name() -> None:
 
         @kv.hookimpl
         def quantize_kv(self, tensor: torch.Tensor) -> None:
-            raise RuntimeError("out of codes")
+            raise kind("out of codes")
 
     broken = Broken()
     kv.register(broken, "broken_one")
     try:
-        with pytest.raises(RuntimeError, match="out of codes") as raised:
+        with pytest.raises(kind, match="out of codes") as raised:
             new_pool(torch.float8_e4m3fn).set_kv_buffer(
                 layer_of(None, None), SLOTS, values(1), values(2)
             )
