@@ -64,7 +64,7 @@ def quantize_kv(
     else:
         dtype = _FP8[kv_cache_dtype]
         largest = torch.finfo(dtype).max
-        scaled = tensor.float() / _per_head(scale)
+        scaled = tensor / _per_head(scale)  # in float32, as the scale is, which has dimensions
         data, block_scales = scaled.clamp_(-largest, largest).to(dtype), None
     if out is not None:
         data = out.data.copy_(data)

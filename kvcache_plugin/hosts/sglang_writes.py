@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: A number would be filled into a tensor for each token: on a CPU that is much of a write.
+_ONE: Final = torch.ones(1, dtype=torch.float32, device="cpu")
+
 #: K and V in another dtype are quantized already, or nothing that the hook takes.
 _VALUES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -264,7 +267,7 @@ def _usable(scale: Any, tensor: torch.Tensor) -> Any:
         which SGLang may still divide by.
     """
     if scale is None:
-        return 1.0
+        return _ONE if tensor.device.type == "cpu" else 1.0
     if isinstance(scale, torch.Tensor):
         is_on_host = scale.device.type == "cpu" and tensor.device.type != "cpu"
         if not is_on_host or scale.numel() != 1:

@@ -27,22 +27,24 @@ from tests.engine.serving import environment
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TURNS = 20
-TOKENS = 48
+TURNS = 16
+TOKENS = 24
 BATCHES = (1, 8)
-_LAYERS = 12
+_LAYERS = 4
+#: Some 60 million weights a layer, as in a model of a billion.
+_HIDDEN_SIZE = 3072
 _MODEL = Checkpoint(
     "decoding",
     dict.fromkeys(range(_LAYERS), (0.05, 0.06)),
     num_hidden_layers=_LAYERS,
-    hidden_size=1024,
+    hidden_size=_HIDDEN_SIZE,
 )
 
 
 def main() -> None:
     engines = sys.argv[1:] or list(venvs.ENGINES)
     print(
-        f"{_LAYERS} layers of 1024, FP8 KV cache on the CPU, {TURNS} turns of {TOKENS} tokens: "
+        f"{_LAYERS} layers of {_HIDDEN_SIZE}, FP8 KV cache on the CPU, {TURNS} turns of {TOKENS}: "
         "speed with the plugin over that without, median (quartiles)"
     )
     with tempfile.TemporaryDirectory() as folder:
