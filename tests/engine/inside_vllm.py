@@ -393,7 +393,8 @@ def test_a_seam_whose_module_is_gone_is_left_out(
     monkeypatch.setattr(vllm, "when_imported", lambda name, then: waited.append(name))
     gone = dataclasses.replace(seams.VLLM_MARKER, module="vllm.no.such.module")
     # Those of the writes are looked at where a layer is taken over.
-    others = (seams.VLLM_MARKER, seams.VLLM_WRITE, *seams.VLLM_FUSED_WRITES)
+    of_writes = (seams.VLLM_WRITE, *seams.VLLM_FUSED_WRITES, seams.VLLM_SHUFFLED)
+    others = (seams.VLLM_MARKER, *of_writes)
     known = [s for s in seams.SEAMS if s.engine == "vllm" and s not in others]
     monkeypatch.setattr(seams, "VLLM_MARKER", gone)
     vllm._hook(LoadGate("vLLM", "strict"), read_settings({}))
