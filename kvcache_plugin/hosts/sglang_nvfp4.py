@@ -95,8 +95,13 @@ class _Asked:
     backends: tuple[str | None, str | None]
 
     @property
+    def is_plain(self) -> bool:
+        """Whether both are named, and read plain K and V."""
+        return all(backend in _BACKENDS for backend in self.backends)
+
+    @property
     def scales_later(self) -> bool:
-        """Whether the backends multiply what they read by the scales of the layer."""
+        """Whether the backends, which are plain, multiply what they read by the layer's scales."""
         return all(_BACKENDS[backend] for backend in self.backends if backend is not None)
 
 
@@ -179,10 +184,11 @@ class _PlainReads:
         return problem == ""
 
     def _in_use(self) -> _Asked | None:
-        """What this process serves. Without us SGLang would have refused it before."""
+        """What this process serves, where it is ours: SGLang alone would have refused it before."""
         from sglang.srt.runtime_context import get_server_args
 
-        return self._gate.guarded("looking at the arguments", lambda: _asked(get_server_args()))
+        asked = self._gate.guarded("looking at the arguments", lambda: _asked(get_server_args()))
+        return asked if asked is not None and asked.is_plain else None
 
     def _say_in_use(self, asked: _Asked, device: str) -> None:
         quantizer = self._gate.guarded("asking who quantizes", _quantizer, device)

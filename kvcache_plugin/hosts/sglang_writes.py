@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvcache_plugin.api import dequantize_kv, quantize_kv, quantize_kv_pair
-from kvcache_plugin.arguments import checked_number, scale_tensor
+from kvcache_plugin.arguments import VALUE_DTYPES, checked_number, scale_tensor
 from kvcache_plugin.errors import KVQuantizeError, NoImplementationError
 from kvcache_plugin.formats import FP8_E4M3, NVFP4
 from kvcache_plugin.hosts import seams
@@ -28,9 +28,6 @@ logger = logging.getLogger(__name__)
 
 #: A number would be filled into a tensor for each token: on a CPU that is much of a write.
 _ONE: Final = torch.ones(1, dtype=torch.float32, device="cpu")
-
-#: K and V in another dtype are quantized already, or nothing that the hook takes.
-_VALUES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def wrappers() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
@@ -204,8 +201,9 @@ class _Writes:
         kv_format = FP8_BY_DTYPE.get(dtype)
         if (
             kv_format is None
-            or cache_k.dtype not in _VALUES
-            or cache_v.dtype not in _VALUES
+            # In another dtype they are quantized already, or nothing that the hook takes.
+            or cache_k.dtype not in VALUE_DTYPES
+            or cache_v.dtype not in VALUE_DTYPES
             or (cache_k.device, kv_format) in self._unserved
         ):
             return None
