@@ -1,10 +1,12 @@
 """What the plugin costs while serving: ``python -m tests.benchmarks.decoding [vllm] [sglang]``.
 
 Two processes of the same engine, one with the plugin and one without, are started on the same
-checkpoint and decode in turns; the one that waits is stopped, for SGLang is busy while it waits.
-Printed is the speed with the plugin over that without: the median of the ratios of neighbouring
-turns, which a machine that is slow for a minute slows alike, with the quartiles. The engines run in
-the environments of the engine tests.
+checkpoint and decode in turns; the one that waits is stopped, for SGLang is busy while it waits. A
+process can be some percent faster than its twin for as long as it lives, so several pairs are
+started, with the plugin first in every other one. Printed is the speed with the plugin over that
+without: the mean of the pairs, and the pairs, each the median of the ratios of neighbouring turns,
+which a machine that is slow for a minute slows alike. The engines run in the environments of the
+engine tests.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from tests.engine.serving import environment
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TURNS = 16
+PAIRS = 4
+TURNS = 8
 TOKENS = 24
 BATCHES = (1, 8)
 _LAYERS = 4
@@ -44,38 +47,51 @@ _MODEL = Checkpoint(
 def main() -> None:
     engines = sys.argv[1:] or list(venvs.ENGINES)
     print(
-        f"{_LAYERS} layers of {_HIDDEN_SIZE}, FP8 KV cache on the CPU, {TURNS} turns of {TOKENS}: "
-        "speed with the plugin over that without, median (quartiles)"
+        f"{_LAYERS} layers of {_HIDDEN_SIZE}, FP8 KV cache on the CPU, {PAIRS} pairs of processes, "
+        f"{TURNS} turns of {TOKENS} tokens: speed with the plugin over that without"
     )
     with tempfile.TemporaryDirectory() as folder:
         site = install_plugin(Path(folder))
         checkpoint = _MODEL.write(Path(folder))
         for engine in engines:
-            _compare(engine, checkpoint, site, Path(folder))
+            pairs = [
+                _compare(engine, checkpoint, site, Path(folder), first=pair % 2)
+                for pair in range(PAIRS)
+            ]
+            for batch in BATCHES:
+                ratios = [pair[batch] for pair in pairs]
+                each = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+                mean = statistics.geometric_mean(ratios)
+                print(f"{engine:7} {batch} requests at once: {mean:.3f} ({each})", flush=True)
 
 
-def _compare(engine: str, checkpoint: Path, site: Path, folder: Path) -> None:
+def _compare(
+    engine: str, checkpoint: Path, site: Path, folder: Path, *, first: int
+) -> dict[int, float]:
+    """The ratio of one pair of processes, for each number of requests.
+
+    :param first: 1 to start the process with the plugin before that without, which is 0.
+    """
+    sites: tuple[list[Path], list[Path]] = ([], [site])
     with ExitStack() as stack:
-        start = [
-            stack.enter_context(_engine(engine, checkpoint, sites, folder / f"{engine}-{i}.log"))
-            for i, sites in enumerate(([], [site]))
-        ]
-        for batch in BATCHES:
-            ratios, seconds = [], []
-            for turn in range(TURNS + 1):
-                # Who goes first takes turns too.
-                order = (0, 1) if turn % 2 else (1, 0)
-                took = {i: _decode(start[i], batch) for i in order}
-                if turn:  # the first one warms up
-                    ratios.append(took[0] / took[1])
-                    seconds.append(took[0])
-            low, median, high = statistics.quantiles(ratios, n=4)
-            step = statistics.median(seconds) / TOKENS * 1000
-            print(
-                f"{engine:7} {batch} requests at once: {median:.3f} ({low:.3f} to {high:.3f}), "
-                f"{step:.1f} ms a step without",
-                flush=True,
+        started = {
+            i: stack.enter_context(
+                _engine(engine, checkpoint, sites[i], folder / f"{engine}-{i}.log")
             )
+            for i in (first, 1 - first)
+        }
+        return {batch: _ratio(started, batch) for batch in BATCHES}
+
+
+def _ratio(started: dict[int, subprocess.Popen[str]], batch: int) -> float:
+    ratios = []
+    for turn in range(TURNS + 1):
+        # Who goes first takes turns too.
+        order = (0, 1) if turn % 2 else (1, 0)
+        took = {i: _decode(started[i], batch) for i in order}
+        if turn:  # the first one warms up
+            ratios.append(took[0] / took[1])
+    return statistics.median(ratios)
 
 
 def _decode(process: subprocess.Popen[str], batch: int) -> float:
