@@ -19,6 +19,7 @@ from kvcache_plugin.api import explain
 from kvcache_plugin.formats import NVFP4
 from kvcache_plugin.hosts import seams
 from kvcache_plugin.hosts.packed_nvfp4 import PackedNVFP4
+from kvcache_plugin.hosts.writes import quantizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,13 +192,13 @@ class _PlainReads:
         return asked if asked is not None and asked.is_plain else None
 
     def _say_in_use(self, asked: _Asked, device: str) -> None:
-        quantizer = self._gate.guarded("asking who quantizes", _quantizer, device)
+        writer = self._gate.guarded("asking who quantizes", quantizer, device, NVFP4.name)
         self._gate.say(
             logging.INFO,
             "kvcache_plugin serves --kv-cache-dtype=nvfp4 on %s: %s quantizes what is written, and "
             "each step dequantizes the whole cache of a layer",
             _listed(asked.backends),
-            quantizer or "the hook",
+            writer or "the hook",
         )
 
 
@@ -266,15 +267,10 @@ def _model_problem(model: Any, *, scales_later: bool) -> str:
 
 
 def _hardware_problem(device: str) -> str:
-    if _quantizer(device):
+    if quantizer(device, NVFP4.name):
         return ""
     reasons = "; ".join(f"{row.name}: {row.reason}" for row in explain(device, NVFP4.name))
     return f"no implementation quantizes nvfp4 on {device} ({reasons or 'there is none'})"
-
-
-def _quantizer(device: str) -> str:
-    """The implementation that quantizes, empty for none."""
-    return next((row.name for row in explain(device, NVFP4.name) if row.chosen), "")
 
 
 @functools.cache

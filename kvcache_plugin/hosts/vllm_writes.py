@@ -19,11 +19,11 @@ from weakref import WeakSet
 import torch
 
 from kvcache_plugin import __version__
-from kvcache_plugin.api import explain, quantize_kv_pair
+from kvcache_plugin.api import quantize_kv_pair
 from kvcache_plugin.device import Device
 from kvcache_plugin.hosts import fitting, seams
 from kvcache_plugin.hosts.gate import leave_out
-from kvcache_plugin.hosts.writes import FP8_BY_DTYPE, third_party_writer
+from kvcache_plugin.hosts.writes import FP8_BY_DTYPE, quantizer, third_party_writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -81,8 +81,7 @@ class HookWrites:
         third_party = third_party_writer(device, kv_format) if kv_format else ""
         if third_party or self._which != "hook":
             return third_party or None
-        rows = explain(device, kv_format) if kv_format else ()
-        return next((row.name for row in rows if row.chosen), "")
+        return quantizer(device, kv_format) if kv_format else ""
 
     def _take_over(self, layer: Any, writer: str) -> str:
         """Give a layer's backend a write of its own.

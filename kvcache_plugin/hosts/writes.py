@@ -11,16 +11,22 @@ from kvcache_plugin.manager import OWN_DISTRIBUTION
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import torch
-
-    from kvcache_plugin.device import Device
+    from kvcache_plugin.api import DeviceLike
     from kvcache_plugin.manager import Explanation
 
 #: The FP8 formats by what their codes are stored in.
 FP8_BY_DTYPE: Final = {f.torch_dtype: f.name for f in formats.BUILT_IN if f.family == "fp8"}
 
 
-def third_party_writer(device: Device | torch.device, kv_cache_dtype: str) -> str:
+def quantizer(device: DeviceLike, kv_cache_dtype: str) -> str:
+    """The name of the implementation that quantizes, empty for none.
+
+    :raises KVCacheError: for a device or format that is unknown.
+    """
+    return next((row.name for row in explain(device, kv_cache_dtype) if row.chosen), "")
+
+
+def third_party_writer(device: DeviceLike, kv_cache_dtype: str) -> str:
     """Who quantizes for this device and format, if that is not built in; empty if it is.
 
     :raises KVCacheError: for a device or format that is unknown.

@@ -35,7 +35,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.common import is_float4_e2m1fn_x2
 
 from kvcache_plugin import dequantize_kv, quantize_kv
-from kvcache_plugin.hosts import seams, sglang, sglang_nvfp4
+from kvcache_plugin.hosts import seams, sglang, sglang_nvfp4, writes
 from kvcache_plugin.hosts.gate import LoadGate
 
 if TYPE_CHECKING:
@@ -187,7 +187,8 @@ def test_without_an_implementation_the_engine_refuses(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = SimpleNamespace(name="cpu_reference", chosen=False, reason="it is blocked")
-    monkeypatch.setattr(sglang_nvfp4, "explain", lambda device, kv_format: (blocked,))
+    for asking in (sglang_nvfp4, writes):
+        monkeypatch.setattr(asking, "explain", lambda device, kv_format: (blocked,))
     with pytest.raises(ValueError, match=OWN_REFUSAL):
         handle_nvfp4_prefill_kv_dequant_dtype(arguments(folder))
     assert_told(caplog, "no implementation quantizes nvfp4 on cpu .cpu_reference: it is blocked")

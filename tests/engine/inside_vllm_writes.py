@@ -441,7 +441,7 @@ def test_others_are_refused_by_name_in_one_line(
 def test_where_nobody_serves_vllm_writes(
     monkeypatch: pytest.MonkeyPatch, records: list[logging.LogRecord]
 ) -> None:
-    monkeypatch.setattr("kvcache_plugin.hosts.vllm_writes.explain", lambda device, name: [])
+    monkeypatch.setattr("kvcache_plugin.hosts.writes.explain", lambda device, name: [])
     hooked(Model())
     (record,) = records
     assert "no implementation quantizes fp8_e4m3 on cpu" in record.getMessage()
@@ -453,7 +453,7 @@ def test_a_failure_of_ours_leaves_the_write_to_vllm(
     def fail(*args: Any) -> Any:
         raise RuntimeError("a fault of the plugin")
 
-    monkeypatch.setattr("kvcache_plugin.hosts.vllm_writes.explain", fail)
+    monkeypatch.setattr("kvcache_plugin.hosts.writes.explain", fail)
     layer = hooked(Model()).write(some(7, torch.bfloat16), some(7, torch.bfloat16))
     assert not is_hooked(layer)
     assert layer.kv_cache.any()
