@@ -266,10 +266,11 @@ def _print_comparison(comparison: Comparison) -> None:
 
 def _selftest(arguments: argparse.Namespace) -> int:
     from kvcache_plugin import selftest
+    from kvcache_plugin.machine import find_device
 
     try:
         with _output_aside():
-            device = selftest.find_device(arguments.device)
+            device = find_device(arguments.device)
     except KVCacheError as error:
         return _say(error, MISUSED)
     with _output_aside(), progress_line() as progress:
