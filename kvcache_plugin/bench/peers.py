@@ -55,11 +55,12 @@ def _torchao() -> Any:
 
 def _torchao_quantize(keys: Sequence[torch.Tensor], scale: torch.Tensor, kv_format: str) -> Call:
     quantize = _torchao().nvfp4_quantize
-    rows = [key.flatten(0, 1) for key in keys]
-    return lambda i: quantize(rows[i], per_tensor_scale=scale)
+    rows, one = [key.flatten(0, 1) for key in keys], scale.reshape(())
+    return lambda i: quantize(rows[i], per_tensor_scale=one)
 
 
 def _torchao_dequantize(keys: Sequence[torch.Tensor], scale: torch.Tensor, kv_format: str) -> Call:
     to_nvfp4 = _torchao().NVFP4Tensor.to_nvfp4
-    codes = [to_nvfp4(key.flatten(0, 1), per_tensor_scale=scale) for key in keys]
+    quantized = to_nvfp4(keys[0].flatten(0, 1), per_tensor_scale=scale.reshape(()))
+    codes = [quantized.clone() for _ in keys]
     return lambda i: codes[i].dequantize(keys[0].dtype)

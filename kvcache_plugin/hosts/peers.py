@@ -162,7 +162,8 @@ def _sglang_fp4_dequantize(
 ) -> Call:
     quantize = _found(seams.SGLANG_PEER_FP4_QUANTIZE)
     dequantize = _found(seams.SGLANG_PEER_FP4_DEQUANTIZE)
-    codes = [quantize(key) for key in keys]
+    quantized = quantize(keys[0])
+    codes = [tuple(part.clone() for part in quantized) for _ in keys]
     return lambda i: dequantize(*codes[i], keys[0].dtype)
 
 
