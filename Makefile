@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # CUDA build of your choice can be put there first.
 TORCH := torch==2.13.0
 
-.PHONY: demo test engine-test lint bench fuzz clean
+.PHONY: demo test engine-test matrix lint bench fuzz clean
 
 demo: $(VENV)/installed
 	$(BIN)/kvcache-plugin demo
@@ -20,6 +20,11 @@ engine-test: engine-test-vllm engine-test-sglang engine-test-flashinfer
 
 engine-test-%: $(VENV)/ready
 	$(BIN)/python -m pytest -m engine -k $*
+
+# Three releases of each engine, of which engine-test starts the newest; writes docs/releases.md.
+# The older ones take another 1.3 GB, and all of them some fifteen minutes.
+matrix: $(VENV)/ready
+	$(BIN)/python -m tests.engine.matrix
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check

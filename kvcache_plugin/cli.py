@@ -223,6 +223,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
         print_table(("switch", "value"), list(switches(found.settings).items()))
         for engine in found.engines:
             print(f"\n{_engine_line(engine)}")
+            if engine.release:
+                print(f"{engine.title} {engine.version}: {engine.release}")
             if engine.seams:
                 print_table(
                     ("seam", "state", "what we do there"),

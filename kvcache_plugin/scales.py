@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import torch
 
 from kvcache_plugin.errors import KVScaleError
+from kvcache_plugin.formats import FP8_E4M3FNUZ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvcache_plugin.formats import KVFormat
 
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 Granularity: TypeAlias = Literal["tensor", "head"]
 Source: TypeAlias = Literal["checkpoint", "duplicated", "default"]
 
+#: A layer's scales by name, ``None`` for one that is not set.
+_Scales: TypeAlias = "Mapping[str, torch.Tensor | None]"
+
 GRANULARITIES: Final = ("tensor", "head")
 SOURCES: Final = ("checkpoint", "duplicated", "default")
 
@@ -33,7 +37,12 @@ _REMEDY: Final = (
     "Calibrate and export the K/V scales again, or remove both scales of the layer to serve it "
     "with 1.0, or serve with an unquantized KV cache (kv_cache_dtype=bfloat16)"
 )
+_ATTENTION_REMEDY: Final = (
+    "Calibrate and export q_scale and prob_scale again, or remove them from the layer to serve it "
+    "with 1.0, or serve with an unquantized KV cache (kv_cache_dtype=bfloat16)"
+)
 _MOST_VALUES_SHOWN: Final = 8
+_FNUZ_FACTOR: Final = 2.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ class KVScales:
         OCP codes reach 448, those of e4m3fnuz 240, and the same bits mean half as much. Twice the
         scale keeps within reach whatever the checkpoint's could represent: 448 · s ≤ 240 · 2s.
         """
-        return self.converted(2.0)
+        return self.converted(_FNUZ_FACTOR)
 
 
 @dataclass(frozen=True)
@@ -98,12 +107,16 @@ class ScaleSite:
     :param layer: the layer's name, for messages.
     :param granularity: ``"tensor"`` or ``"head"``.
     :param num_kv_heads: the number of KV heads; needed for ``"head"``.
+    :param subject: what is quantized with the scales, for messages.
+    :param remedy: what to do about a corrupt one.
     """
 
     kv_format: KVFormat
     layer: str = ""
     granularity: Granularity = "tensor"
     num_kv_heads: int | None = None
+    subject: str = "KV cache"
+    remedy: str = _REMEDY
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
@@ -125,8 +138,15 @@ class ScaleSite:
                 remedy="Pass num_kv_heads",
             )
 
-    def error(self, problem: str, *, remedy: str = _REMEDY) -> KVScaleError:
-        return KVScaleError(problem, layer=self.layer, remedy=remedy)
+    @property
+    def quantized(self) -> str:
+        """``fp8 KV cache``"""
+        return f"{self.kv_format.family} {self.subject}"
+
+    def error(self, problem: str, *, remedy: str | None = None) -> KVScaleError:
+        return KVScaleError(
+            problem, layer=self.layer, remedy=self.remedy if remedy is None else remedy
+        )
 
     def warn(self, sentence: str) -> None:
         logger.warning("%s%s", f"{self.layer}: " if self.layer else "", sentence)
@@ -142,34 +162,40 @@ def resolve_scales(k_scale: object, v_scale: object, site: ScaleSite) -> KVScale
     :param v_scale: likewise.
     :raises KVScaleError: for a scale that is corrupt, or is no scale at all.
     """
-    k, v = _read("k_scale", k_scale, site), _read("v_scale", v_scale, site)
-    _check_shapes(k, v, site)
-    k, v = _flat(k), _flat(v)
-    _check_finite(k, v, site)
-    return _choose_pair(k, v, site)
+    scales = _checked({"k_scale": k_scale, "v_scale": v_scale}, site)
+    return _choose_pair(scales, site)
+
+
+def check_attention_scales(q_scale: object, prob_scale: object, site: ScaleSite) -> None:
+    """Check the scales of the query and of the probabilities, which an engine may quantize too.
+
+    Each stands for itself, and one that is not positive counts as absent.
+
+    :param q_scale: as in ``resolve_scales``.
+    :param prob_scale: likewise.
+    :param site: with the format that they are quantized to.
+    :raises KVScaleError: for a scale that is corrupt, or is no scale at all.
+    """
+    site = replace(site, subject="attention", remedy=_ATTENTION_REMEDY)
+    scales = _checked({"q_scale": q_scale, "prob_scale": prob_scale}, site)
+    positive = {name: t for name, t in scales.items() if _state(t) == "positive"}
+    if any(_state(t) == "not positive" for t in scales.values()):
+        site.warn(
+            f"{site.quantized} scales that are not positive count as absent, got "
+            f"{_show_all(scales)}; 1.0 is used. Calibrate and export them again if the model needs "
+            "scales"
+        )
+    factor = _FNUZ_FACTOR if site.kv_format.name == FP8_E4M3FNUZ.name else 1.0
+    _check_range({name: t * factor for name, t in positive.items() if t is not None}, site)
 
 
 def serve_scales(scales: KVScales, site: ScaleSite) -> KVScales:
     """The scales as they are served, after conversion: checked, and float32 where per head.
 
-    Kernels read the scale as float32, and several of them multiply by its reciprocal: both must
-    be finite.
-
     :raises KVScaleError: with the values as they are now, after conversion.
     """
-    largest = torch.finfo(torch.float32).max
     k, v = _as_float64(scales.k), _as_float64(scales.v)
-    sentence = f"{site.kv_format.family} KV cache scales must be finite and fit in torch.float32"
-    got = f"got {_pair(k, v)}"
-    too_large = _sides(k, v, lambda t: ~(t.isfinite() & (t <= largest)))
-    if too_large:
-        raise site.error(f"{sentence}, {got} (corrupt: {too_large})")
-    no_reciprocal = _sides(k, v, lambda t: ~(t.float().reciprocal().isfinite() & (t > 0)))
-    if no_reciprocal:
-        raise site.error(
-            f"{sentence}, {got} (corrupt: {no_reciprocal}, whose reciprocal is not finite in "
-            "torch.float32)"
-        )
+    _check_range({"k_scale": k, "v_scale": v}, site)
     if isinstance(scales.k, torch.Tensor):
         return replace(scales, k=k.float(), v=v.float())
     return scales
@@ -224,7 +250,23 @@ def _read(name: str, scale: object, site: ScaleSite) -> torch.Tensor | None:
     )
 
 
-def _check_shapes(k: torch.Tensor | None, v: torch.Tensor | None, site: ScaleSite) -> None:
+def _checked(scales: Mapping[str, object], site: ScaleSite) -> _Scales:
+    """The scales, flat, each by itself a scale: of a shape that fits, finite, of one sign."""
+    read = {name: _read(name, scale, site) for name, scale in scales.items()}
+    _check_shapes(read, site)
+    flat = {name: None if t is None else t.reshape(-1) for name, t in read.items()}
+    corrupt = _sides(flat, lambda t: ~t.isfinite())
+    if corrupt:
+        raise site.error(
+            f"{site.quantized} scales must be finite, got {_show_all(flat)} (corrupt: {corrupt})"
+        )
+    divided = _sides(flat, lambda t: (t <= 0) & (t > 0).any())
+    if divided:
+        raise site.error(f"{_positive(flat, site)} (corrupt: {divided})")
+    return flat
+
+
+def _check_shapes(scales: _Scales, site: ScaleSite) -> None:
     def fits(scale: torch.Tensor | None) -> bool:
         if scale is None:
             return True
@@ -233,34 +275,43 @@ def _check_shapes(k: torch.Tensor | None, v: torch.Tensor | None, site: ScaleSit
         heads = site.num_kv_heads
         return tuple(scale.shape) in ((heads,), (heads, 1, 1))
 
-    if fits(k) and fits(v):
+    if all(map(fits, scales.values())):
         return
-    shapes = f"got k_scale shape={_shape(k)} v_scale shape={_shape(v)}"
-    family = site.kv_format.family
+    shapes = " ".join(f"{name} shape={_shape(scale)}" for name, scale in scales.items())
     if site.granularity == "tensor":
-        raise site.error(f"Only support per-tensor scaling factor for {family} KV cache, {shapes}")
+        raise site.error(
+            f"Only support per-tensor scaling factor for {site.quantized}, got {shapes}"
+        )
     heads = site.num_kv_heads
     raise site.error(
-        f"Per-head scaling factors for {family} KV cache have shape ({heads},) or "
-        f"({heads}, 1, 1) for {heads} KV heads, {shapes}"
+        f"Per-head scaling factors for {site.quantized} have shape ({heads},) or "
+        f"({heads}, 1, 1) for {heads} KV heads, got {shapes}"
     )
 
 
-def _check_finite(k: torch.Tensor | None, v: torch.Tensor | None, site: ScaleSite) -> None:
-    corrupt = _sides(k, v, lambda t: ~t.isfinite())
-    if corrupt:
+def _check_range(scales: _Scales, site: ScaleSite) -> None:
+    """Kernels read a scale as float32, and several of them multiply by its reciprocal."""
+    largest = torch.finfo(torch.float32).max
+    sentence = f"{site.quantized} scales must be finite and fit in torch.float32"
+    got = f"got {_show_all(scales)}"
+    too_large = _sides(scales, lambda t: ~(t.isfinite() & (t <= largest)))
+    if too_large:
+        raise site.error(f"{sentence}, {got} (corrupt: {too_large})")
+    no_reciprocal = _sides(scales, lambda t: ~(t.float().reciprocal().isfinite() & (t > 0)))
+    if no_reciprocal:
         raise site.error(
-            f"{site.kv_format.family} KV cache scales must be finite, got {_pair(k, v)} "
-            f"(corrupt: {corrupt})"
+            f"{sentence}, {got} (corrupt: {no_reciprocal}, whose reciprocal is not finite in "
+            "torch.float32)"
         )
 
 
-def _choose_pair(k: torch.Tensor | None, v: torch.Tensor | None, site: ScaleSite) -> KVScales:
+def _positive(scales: _Scales, site: ScaleSite) -> str:
+    return f"{site.quantized} scales must be positive, got {_show_all(scales)}"
+
+
+def _choose_pair(scales: _Scales, site: ScaleSite) -> KVScales:
     """Which pair is used when a side is unset, positive, or loaded and not positive."""
-    positive = f"{site.kv_format.family} KV cache scales must be positive, got {_pair(k, v)}"
-    divided = _sides(k, v, lambda t: (t <= 0) & (t > 0).any())
-    if divided:
-        raise site.error(f"{positive} (corrupt: {divided})")
+    k, v = scales["k_scale"], scales["v_scale"]
     match _state(k), _state(v):
         case "unset", "unset":
             return _default(site)
@@ -277,10 +328,11 @@ def _choose_pair(k: torch.Tensor | None, v: torch.Tensor | None, site: ScaleSite
         case ("positive", _) | (_, "positive") as states:
             corrupt = "v_scale" if states[0] == "positive" else "k_scale"
             raise site.error(
-                f"{positive} (corrupt: {corrupt}); one corrupt side is never replaced by the other"
+                f"{_positive(scales, site)} (corrupt: {corrupt}); one corrupt side is never "
+                "replaced by the other"
             )
     site.warn(
-        f"K/V scales that are not positive count as absent, got {_pair(k, v)}; 1.0 is used. "
+        f"K/V scales that are not positive count as absent, got {_show_all(scales)}; 1.0 is used. "
         "Calibrate and export them again if the model needs scales"
     )
     return _default(site)
@@ -315,18 +367,10 @@ def _float64(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
-def _flat(scale: torch.Tensor | None) -> torch.Tensor | None:
-    return None if scale is None else scale.reshape(-1)
-
-
-def _sides(
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    is_corrupt: Callable[[torch.Tensor], torch.Tensor],
-) -> str:
+def _sides(scales: _Scales, is_corrupt: Callable[[torch.Tensor], torch.Tensor]) -> str:
     """The sides, and of per-head scales the heads, that are corrupt: ``"k_scale of head 3"``."""
     found = []
-    for name, scale in (("k_scale", k), ("v_scale", v)):
+    for name, scale in scales.items():
         if scale is None:
             continue
         heads = torch.nonzero(is_corrupt(scale)).flatten().tolist()
@@ -341,8 +385,8 @@ def _heads(heads: list[int]) -> str:
     return f"head {shown}" if len(heads) == 1 else f"heads {shown}{more}"
 
 
-def _pair(k: torch.Tensor | None, v: torch.Tensor | None) -> str:
-    return f"k_scale={_show(k)} v_scale={_show(v)}"
+def _show_all(scales: _Scales) -> str:
+    return " ".join(f"{name}={_show(scale)}" for name, scale in scales.items())
 
 
 def _show(scale: torch.Tensor | None) -> str:

@@ -33,7 +33,11 @@ def check_module(seam: Seam, module: ModuleType) -> str:
     for name in seam.qualname.split("."):
         # From the class's own namespace: a bound method would hide its first parameter.
         found = vars(found).get(name) if isinstance(found, type) else getattr(found, name, None)
-    found = getattr(found, "__func__", found)
+    return check_function(seam, getattr(found, "__func__", found))
+
+
+def check_function(seam: Seam, found: object) -> str:
+    """What does not fit in what stands for a seam; empty when it fits."""
     if not callable(found):
         return f"{seam.path} is missing"
     if inspect.iscoroutinefunction(found):

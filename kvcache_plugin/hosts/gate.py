@@ -14,7 +14,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from kvcache_plugin import __version__
 from kvcache_plugin.api import validate_kv_scales
+from kvcache_plugin.device import Device
 from kvcache_plugin.errors import CheckpointError, KVScaleError, add_note, shown
+from kvcache_plugin.formats import FP8_E4M3, FP8_E4M3FNUZ
 from kvcache_plugin.hosts.coverage import (
     StoredScales,
     as_loaded,
@@ -25,7 +27,7 @@ from kvcache_plugin.hosts.coverage import (
     read_stored,
 )
 from kvcache_plugin.hosts.load_report import LoadFacts, ReportFile, gather
-from kvcache_plugin.scales import KVScales
+from kvcache_plugin.scales import KVScales, ScaleSite, check_attention_scales
 from kvcache_plugin.settings import (
     COVERAGE,
     MODE,
@@ -207,6 +209,12 @@ class LoadGate:
         """Say in one line that a kind of load is left alone."""
         self._announce(f"leaves alone {what}")
 
+    def say(self, level: int, message: str, *arguments: object) -> None:
+        """Log what others with the same layers would say too: only one of them is heard."""
+        if self.guarded("asking for the rank of this process", self.speaks) is False:
+            level = logging.DEBUG
+        logger.log(level, message, *arguments)
+
     def guarded(self, doing: str, step: Callable[..., T], *arguments: Any) -> T | None:
         """Take a step of ours that must not stop the engine: what it raises is logged, once."""
         try:
@@ -247,7 +255,7 @@ class LoadGate:
             )
         except CheckpointError as error:
             load.not_checked = "the files could not be read"
-            self._say(
+            self.say(
                 logging.WARNING,
                 "kvcache_plugin cannot check the K/V scales in the files before %s loads them, and "
                 "checks them afterwards: %s",
@@ -286,22 +294,15 @@ class LoadGate:
     # Verdicts
 
     def _check(self, found: LoadedScales) -> _Verdict:
-        def check() -> KVScales | KVScaleError:
+        def check() -> _Verdict:
             try:
-                return validate_kv_scales(
-                    found.k,
-                    found.v,
-                    kv_cache_dtype=found.kv_cache_dtype,
-                    device=found.device,
-                    layer=found.layer,
-                    granularity=found.granularity,
-                    num_kv_heads=found.num_kv_heads,
-                )
-            except KVScaleError as error:
-                return error
+                scales = _or_error(_validate, found)
+                attention = _or_error(_check_attention, found)
             except BaseException as error:
                 add_note(error, f"the layer was {found.layer}")
                 raise
+            errors = [one for one in (scales, attention) if isinstance(one, KVScaleError)]
+            return _as_one(errors) if errors else scales
 
         return self.guarded("checking K/V scales", check)
 
@@ -321,7 +322,7 @@ class LoadGate:
             way_around = f"{COVERAGE.name}=warn loads it as it is"
             refusal = refusal or _refused(lost, way_around)
         elif lost is not None:
-            self._say(logging.WARNING, "kvcache_plugin: %s", lost)
+            self.say(logging.WARNING, "kvcache_plugin: %s", lost)
         self._record(facts, errors, refusal)
         if refusal is not None:
             raise refusal
@@ -334,7 +335,7 @@ class LoadGate:
     def _say_corrupt(self, errors: Sequence[KVScaleError], of: int) -> None:
         """Log what is corrupt and does not stop the load."""
         problem, remedy = _summary(errors, of)
-        self._say(
+        self.say(
             logging.ERROR,
             "%s=%s, so %s goes on as it would without the plugin: %s",
             MODE.name,
@@ -376,7 +377,7 @@ class LoadGate:
     def _announce(self, what: str) -> None:
         """Say, in the engine's log, that the plugin is at work; the same thing once."""
         if what != self._announced:
-            self._say(
+            self.say(
                 logging.INFO,
                 "kvcache_plugin %s is active in %s, mode %s: %s",
                 __version__,
@@ -386,11 +387,6 @@ class LoadGate:
             )
         self._announced = what
 
-    def _say(self, level: int, message: str, *arguments: object) -> None:
-        if self.guarded("asking for the rank of this process", self.speaks) is False:
-            level = logging.DEBUG
-        logger.log(level, message, *arguments)
-
     def _record(
         self, facts: LoadFacts, errors: Sequence[KVScaleError], refusal: KVScaleError | None
     ) -> None:
@@ -399,6 +395,45 @@ class LoadGate:
         refused = str(refusal) if refusal is not None else ""
         whole = replace(facts, problems=problems, refused=refused)
         self.guarded("writing the report", self._report.add, whole)
+
+
+def _or_error(check: Callable[[LoadedScales], T], found: LoadedScales) -> T | KVScaleError:
+    try:
+        return check(found)
+    except KVScaleError as error:
+        return error
+
+
+def _validate(found: LoadedScales) -> KVScales:
+    return validate_kv_scales(
+        found.k,
+        found.v,
+        kv_cache_dtype=found.kv_cache_dtype,
+        device=found.device,
+        layer=found.layer,
+        granularity=found.granularity,
+        num_kv_heads=found.num_kv_heads,
+    )
+
+
+def _check_attention(found: LoadedScales) -> None:
+    """Check the scales that go with those of K and V; they are of FP8, whatever the cache is of."""
+    if found.q is None and found.prob is None:
+        return
+    fp8 = FP8_E4M3FNUZ if Device.of(found.device).is_fnuz else FP8_E4M3
+    site = ScaleSite(fp8, found.layer, found.granularity, found.num_kv_heads)
+    check_attention_scales(found.q, found.prob, site)
+
+
+def _as_one(errors: Sequence[KVScaleError]) -> KVScaleError:
+    """What is wrong with one layer."""
+    first, *others = errors
+    if not others:
+        return first
+    remedies = dict.fromkeys(error.remedy for error in errors)
+    return KVScaleError(
+        "; ".join(map(_with_notes, errors)), layer=first.layer, remedy=". ".join(remedies)
+    )
 
 
 def _lost_error(facts: LoadFacts) -> KVScaleError:

@@ -21,6 +21,8 @@ class LoadedScales:
     :param layer: the layer's name in the model.
     :param device: where the layer is served.
     :param dtype: what the engine keeps raw scales in.
+    :param q: the scale of the query, which vLLM's attention may quantize too.
+    :param prob: that of the probabilities.
     :param has_place: whether the engine made room for scales. Where it did not, the layer has a
         quantized cache, and nothing of a checkpoint can reach it.
     """
@@ -33,6 +35,8 @@ class LoadedScales:
     granularity: Granularity = "tensor"
     num_kv_heads: int | None = None
     dtype: torch.dtype = torch.float32
+    q: torch.Tensor | None = None
+    prob: torch.Tensor | None = None
     has_place: bool = True
 
 

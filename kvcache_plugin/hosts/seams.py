@@ -197,6 +197,41 @@ SGLANG_RANK: Final = Seam(
     (),
     "lets one process speak for all that hold parts of the same layers",
 )
+SGLANG_DISK_UPDATE: Final = Seam(
+    "sglang",
+    "sglang.srt.model_executor.model_runner_components.weight_updater",
+    "WeightUpdater.update_weights_from_disk",
+    ("self", "model_path", "load_format"),
+    "checks the files of an update before they are read, and lets SGLang go back to the old ones",
+)
+SGLANG_IPC_UPDATE: Final = Seam(
+    "sglang",
+    "sglang.srt.model_executor.model_runner_components.weight_updater",
+    "WeightUpdater.update_weights_from_ipc",
+    ("self", "recv_req"),
+    "answers an update with corrupt scales with an error",
+)
+SGLANG_END_UPDATE: Final = Seam(
+    "sglang",
+    "sglang.srt.model_executor.model_runner_components.weight_updater",
+    "WeightUpdater.end_weight_update",
+    ("self", "*", "run_post_load"),
+    "keeps the scales from before an update whose own are corrupt",
+)
+SGLANG_END_ANSWER: Final = Seam(
+    "sglang",
+    "sglang.srt.managers.scheduler_components.weight_updater",
+    "SchedulerWeightUpdaterManager.end_weight_update",
+    ("self", "recv_req"),
+    "answers an update with corrupt scales with an error; without it the server dies of them",
+)
+SGLANG_RESUME: Final = Seam(
+    "sglang",
+    "sglang.srt.managers.scheduler_components.weight_updater",
+    "_import_static_state",
+    ("model", "static_params"),
+    "brings scales back whose memory was released",
+)
 SGLANG_POOL_WRITE: Final = Seam(
     "sglang",
     "sglang.srt.mem_cache.memory_pool",
@@ -349,6 +384,11 @@ SEAMS: Final = (
     SGLANG_LOAD,
     SGLANG_FILES,
     SGLANG_RANK,
+    SGLANG_DISK_UPDATE,
+    SGLANG_IPC_UPDATE,
+    SGLANG_END_UPDATE,
+    SGLANG_END_ANSWER,
+    SGLANG_RESUME,
     SGLANG_POOL_WRITE,
     SGLANG_PREFIX_WRITE,
     SGLANG_CPU_WRITE,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, ref
 
 import torch
 
 from kvcache_plugin.device import Device
-from kvcache_plugin.hosts import fitting, seams, sglang_nvfp4, sglang_writes
+from kvcache_plugin.errors import KVScaleError
+from kvcache_plugin.hosts import fitting, seams, sglang_nvfp4, sglang_updates, sglang_writes
 from kvcache_plugin.hosts.gate import Load, LoadGate, leave_out, start
-from kvcache_plugin.hosts.loaded import UNSET, LoadedScales, present, unless_marked
+from kvcache_plugin.hosts.loaded import LoadedScales, present
+from kvcache_plugin.hosts.processed import name_of, put_raw_back, raw_scales, remember
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from weakref import ReferenceType
 
     from kvcache_plugin.hosts.seams import Seam
@@ -38,26 +40,42 @@ def _hook(gate: LoadGate, _: Settings) -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    wrappers = (*_Adapter(gate).wrappers(), *sglang_writes.wrappers(), *sglang_nvfp4.wrappers())
-    # SGLang ignores a hook on a target that it has patched already, and does not say so.
-    patched = getattr(HookRegistry, "_patched", ())
+    def problem_of(seam: Seam) -> str:
+        # SGLang ignores a hook on a target that it has patched already, and does not say so.
+        if seam.path in getattr(HookRegistry, "_patched", ()):
+            return f"another plugin's hooks on {seam.path} are in place"
+        return _problem(seam)
+
+    adapter = _Adapter(gate)
+    wrappers = (
+        *adapter.wrappers(),
+        *sglang_updates.wrappers(gate, adapter, problem_of),
+        *sglang_writes.wrappers(),
+        *sglang_nvfp4.wrappers(gate, problem_of),
+    )
     for seam, wrapper in wrappers:
-        if seam.path in patched:
-            leave_out(gate.engine, seam, f"another plugin's hooks on {seam.path} are in place")
-        elif _fits(gate, seam):
+        problem = problem_of(seam)
+        if problem:
+            leave_out(gate.engine, seam, problem)
+        else:
             HookRegistry.register(seam.path, wrapper, HookType.AROUND)
     if _fits(gate, seams.SGLANG_RANK):
         gate.speaks = _is_first_rank
 
 
 def _fits(gate: LoadGate, seam: Seam) -> bool:
-    try:
-        problem = fitting.check_module(seam, importlib.import_module(seam.module))
-    except Exception as error:
-        problem = f"{seam.module} cannot be imported: {type(error).__name__}: {error}"
+    problem = _problem(seam)
     if problem:
         leave_out(gate.engine, seam, problem)
     return not problem
+
+
+def _problem(seam: Seam) -> str:
+    """Why a seam cannot be used, empty where it can."""
+    try:
+        return fitting.check_module(seam, importlib.import_module(seam.module))
+    except Exception as error:
+        return f"{seam.module} cannot be imported: {type(error).__name__}: {error}"
 
 
 def _is_first_rank() -> bool:
@@ -66,26 +84,23 @@ def _is_first_rank() -> bool:
     return not torch.distributed.is_initialized() or get_parallel().tp_rank == 0
 
 
-@dataclass(frozen=True)
-class _Processed:
-    """One side of a layer: what the checkpoint brought, and what stands there since."""
-
-    raw: torch.Tensor | float | None
-    written: float
-
-
 class _Adapter:
     """The functions that are put around SGLang's own."""
 
     def __init__(self, gate: LoadGate) -> None:
         self._gate = gate
-        # SGLang writes its result over the raw scale and processes it again after a capture or a
-        # reload. What we wrote ourselves is no new raw value.
-        self._processed: WeakKeyDictionary[torch.nn.Module, dict[str, _Processed]] = (
-            WeakKeyDictionary()
-        )
         self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self._loading: tuple[ReferenceType[torch.nn.Module], Load] | None = None
+        #: Told of each refusal before it is raised.
+        self.when_refused: Callable[[KVScaleError], None] = lambda error: None
+
+    def known_layers(self) -> tuple[torch.nn.Module, ...]:
+        """All layers with scales that were seen in this process."""
+        return tuple(self._names)
+
+    def expect(self, loading: tuple[torch.nn.Module, Load] | None) -> None:
+        """Say which model is about to be loaded from which files, ``None`` for none."""
+        self._loading = (ref(loading[0]), loading[1]) if loading is not None else None
 
     def wrappers(self) -> tuple[tuple[Seam, Callable[..., Any]], ...]:
         return (
@@ -126,7 +141,7 @@ class _Adapter:
         """Know the model while its weights are loaded."""
         is_draft = bool(getattr(model_config, "is_draft_model", False))
         load = Load(str(getattr(model_config, "model_path", "")), is_draft)
-        self._loading = (ref(model), load)
+        self.expect((model, load))
         return original(loader, model_config, model, *args, **kwargs)
 
     def prepare_files(
@@ -138,7 +153,8 @@ class _Adapter:
         if self._loading is not None and model is not None:
             guarded, find = self._gate.guarded, self._quantized_layers
             layers = guarded("looking for quantized caches", find, model)
-            self._gate.before_weights(self._loading[1], layers or [], prepared)
+            with self._refusals_told():
+                self._gate.before_weights(self._loading[1], layers or [], prepared)
         return prepared
 
     def process_model(
@@ -153,8 +169,16 @@ class _Adapter:
         layers = guarded("looking for K/V scales", find, model, target_device) or []
         load = self._take_load(model)
         bare = guarded("looking for quantized caches", self._bare_layers, model) if load else []
-        with self._gate.model(layers, bare=bare or [], load=load):
+        with self._refusals_told(), self._gate.model(layers, bare=bare or [], load=load):
             return original(model, target_device, *args, **kwargs)
+
+    @contextmanager
+    def _refusals_told(self) -> Iterator[None]:
+        try:
+            yield
+        except KVScaleError as error:
+            self.when_refused(error)
+            raise
 
     def _take_load(self, model: Any) -> Load | None:
         """What is known of the files that the model was loaded from, once for each load."""
@@ -187,12 +211,13 @@ class _Adapter:
         scales = None
         found = guarded("looking for the K/V scales of a layer", self._find, method, layer)
         if found is not None:
-            scales = self._gate.layer(layer, found)
+            with self._refusals_told():
+                scales = self._gate.layer(layer, found)
             if scales is not None:
                 guarded("preparing the K/V scales of a layer", present, layer, found, scales)
         result = original(method, layer, *args, **kwargs)
         if found is not None and scales is not None:
-            guarded("writing the K/V scales of a layer", self._write, layer, found, scales)
+            guarded("writing the K/V scales of a layer", _write, layer, found, scales)
         self._gate.mark_processed(layer)
         return result
 
@@ -205,14 +230,8 @@ class _Adapter:
         **kwargs: Any,
     ) -> Any:
         """Put raw scales back before new ones are loaded over them, as SGLang does with weights."""
-        self._gate.guarded("restoring K/V scales", self._restore, model)
+        self._gate.guarded("restoring K/V scales", lambda: put_raw_back(model.modules()))
         return original(model, target_device, *args, **kwargs)
-
-    def _restore(self, model: Any) -> None:
-        for module in model.modules():
-            for name, side in self._processed.pop(module, {}).items():
-                raw = UNSET if side.raw is None else float(side.raw)
-                getattr(module, name).data.fill_(raw)
 
     def load_file(
         self, original: Callable[..., Any], *, model: Any, kv_cache_dtype: str, **kwargs: Any
@@ -274,34 +293,24 @@ class _Adapter:
         is_random = config.load_format == "dummy" and self._gate.is_first_time(layer)
         if kv_format is None or is_random or layer.k_scale.is_meta:
             return None
+        k, v = raw_scales(layer)
         return LoadedScales(
-            layer=self._names.get(layer, f"layer {layer.layer_id}"),
-            k=self._raw(layer, "k_scale"),
-            v=self._raw(layer, "v_scale"),
+            layer=self._names.get(layer, "") or name_of(layer) or f"layer {layer.layer_id}",
+            k=k,
+            v=v,
             kv_cache_dtype=kv_format,
             device=device,
             dtype=layer.k_scale.dtype,
         )
 
-    def _raw(self, layer: Any, name: str) -> torch.Tensor | float | None:
-        """What the checkpoint brought, also where our own result stands in its place by now."""
-        scale = getattr(layer, name).detach()
-        before = self._processed.get(layer, {}).get(name)
-        if before is not None and scale.numel() == 1 and scale.item() == before.written:
-            return before.raw
-        return unless_marked(scale.cpu().clone())
 
-    def _write(self, layer: Any, found: LoadedScales, scales: KVScales) -> None:
-        """Every copy that SGLang keeps: the parameter and the host's float."""
-        processed = {}
-        for side in _SIDES:
-            scale = getattr(scales, side)
-            name = f"{side}_scale"
-            parameter = getattr(layer, name)
-            parameter.data.fill_(scale)
-            setattr(layer, f"{name}_float", scale)
-            processed[name] = _Processed(getattr(found, side), parameter.item())
-        self._processed[layer] = processed
+def _write(layer: Any, found: LoadedScales, scales: KVScales) -> None:
+    """Every copy that SGLang keeps: the parameter and the host's float."""
+    for side in _SIDES:
+        scale = getattr(scales, side)
+        getattr(layer, f"{side}_scale").data.fill_(scale)
+        setattr(layer, f"{side}_scale_float", scale)
+    remember(layer, found)
 
 
 def _kv_format(kv_cache_dtype: str, quant_config: Any, device: Device) -> str | None:

@@ -14,10 +14,12 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
+from kvcache_plugin.device import Device
 from kvcache_plugin.hosts import fitting, seams
 from kvcache_plugin.hosts.gate import Load, LoadGate, leave_out, start
 from kvcache_plugin.hosts.late import when_imported
 from kvcache_plugin.hosts.loaded import UNSET, LoadedScales, present, unless_marked
+from kvcache_plugin.hosts.vllm_writes import HookWrites
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +47,7 @@ def register() -> None:
 
 
 def _hook(gate: LoadGate, settings: Settings) -> None:
-    adapter = _Adapter(gate)
+    adapter = _Adapter(gate, HookWrites(gate, settings.vllm_writes, _FORMATS))
     for seam, fit in (
         (seams.VLLM_CONFIG, adapter.fit_config),
         (seams.VLLM_LAYER, adapter.fit_layers),
@@ -77,8 +79,9 @@ def _fit_if_it_fits(
 class _Adapter:
     """The functions that are put around vLLM's own."""
 
-    def __init__(self, gate: LoadGate) -> None:
+    def __init__(self, gate: LoadGate, writes: HookWrites) -> None:
         self._gate = gate
+        self._writes = writes
         self._base_method: type | None = None
         self._current_config: Callable[[], Any] | None = None
         self._processing: set[int] = set()
@@ -139,7 +142,9 @@ class _Adapter:
             bare = guarded("looking for quantized caches", self._bare_layers, model, target_device)
             load = guarded("looking for the load", self._load_of, model, model_config)
             with self._gate.model(layers, bare=bare or [], load=load):
-                return original(model, model_config, target_device, *args, **kwargs)
+                result = original(model, model_config, target_device, *args, **kwargs)
+            guarded("letting the hook write a KV cache", self._writes.fit, model)
+            return result
 
         modules = [other for other in sys.modules.values() if isinstance(other, ModuleType)]
         for other in modules:
@@ -157,7 +162,7 @@ class _Adapter:
             original(method, layer, *args, **kwargs)
             # Only where we will see the layer again, and turn the marker into 1.0.
             if getattr(method.process_weights_after_loading, "is_ours", False):
-                for side in _SIDES:
+                for side in (*_SIDES, "q"):
                     getattr(layer, f"{side}_scale").data.fill_(UNSET)
 
         cls.create_weights = create_weights
@@ -281,13 +286,15 @@ class _Adapter:
         per_head = scheme.get("strategy") == "attn_head"
         return LoadedScales(
             layer=layer.layer_name,
-            k=unless_marked(layer.k_scale.detach()),
-            v=unless_marked(layer.v_scale.detach()),
+            k=_raw(layer, "k_scale"),
+            v=_raw(layer, "v_scale"),
             kv_cache_dtype=kv_format,
             device=target_device or layer.k_scale.device,
             granularity="head" if per_head else "tensor",
             num_kv_heads=layer.num_kv_heads if per_head else None,
             dtype=layer.k_scale.dtype,
+            q=_raw(layer, "q_scale"),
+            prob=_raw(layer, "prob_scale"),
         )
 
     def _is_random(self, layer: Any) -> bool:
@@ -310,8 +317,24 @@ def _prepare(layer: Any, found: LoadedScales | None, scales: KVScales | None) ->
     if found is not None and scales is not None:
         present(layer, found, scales)
     if _starts_from_one(layer):
-        for parameter in (layer.k_scale, layer.v_scale):
+        if found is not None and found.q is not None and scales is not None:
+            _present_query(layer.q_scale.data, found)
+        for parameter in (layer.k_scale, layer.v_scale, layer.q_scale):
             parameter.data[parameter.data == UNSET] = 1.0
+
+
+def _present_query(q_scale: torch.Tensor, found: LoadedScales) -> None:
+    """Make of a query's raw scale what vLLM's other methods make of it, where it is served raw."""
+    if not (q_scale > 0).all():
+        q_scale.fill_(1.0)
+    elif Device.of(found.device).is_fnuz:
+        q_scale.mul_(2.0)
+
+
+def _raw(layer: Any, name: str) -> torch.Tensor | None:
+    """A raw scale, ``None`` where the layer has no place for it, or none was loaded."""
+    parameter = getattr(layer, name, None)
+    return None if parameter is None else unless_marked(parameter.detach())
 
 
 def _starts_from_one(layer: Any) -> bool:

@@ -6,26 +6,22 @@ installed into a folder beside them that is put on the path of the runs that wan
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.engine import venvs
-from tests.engine.serving import Runner, install
+from tests.engine.checkout import install_plugin
+from tests.engine.serving import Runner
 
-_ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture(scope="session")
 def plugin_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with this checkout's plugin, and the pluggy that it needs, installed."""
-    # Built from a copy: setuptools writes into the tree that it builds, and would also pick up
-    # what an earlier build left there.
-    source = tmp_path_factory.mktemp("source") / "project"
-    unneeded = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist", "shared")
-    shutil.copytree(_ROOT, source, ignore=unneeded)
-    return install(tmp_path_factory.mktemp("plugin_site"), source, "pluggy")
+    return install_plugin(tmp_path_factory.mktemp("plugin"))
 
 
 @pytest.fixture(scope="session", params=venvs.ENGINES)

