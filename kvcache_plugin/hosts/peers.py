@@ -20,7 +20,7 @@ from kvcache_plugin.hosts.engines import ENGINES
 if TYPE_CHECKING:
     from kvcache_plugin.hosts.seams import Seam
 
-#: What a peer is called with: the number of the input.
+#: What a peer is called with: the number of the input. It gives what was written.
 Call: TypeAlias = Callable[[int], object]
 #: From K, each ``[tokens, heads, head_dim]``, the scale and the format, what is called.
 Prepare: TypeAlias = Callable[[Sequence[torch.Tensor], torch.Tensor, str], Call]
@@ -118,9 +118,10 @@ def _vllm_cpu(keys: Sequence[torch.Tensor], scale: torch.Tensor, kv_format: str)
     k_cache, v_cache = cache.chunk(2, dim=2)
     number = float(scale)
 
-    def call(i: int) -> None:
+    def call(i: int) -> object:
         where = (k_cache, v_cache, slots[i], isa)
         write(keys[i], keys[i - 1], *where, number, number, kv_format)
+        return k_cache, v_cache
 
     return call
 
@@ -132,8 +133,9 @@ def _vllm_cuda(keys: Sequence[torch.Tensor], scale: torch.Tensor, kv_format: str
     shape = (-(-len(keys) * tokens // _BLOCK_TOKENS), _BLOCK_TOKENS, heads, head_dim)
     k_cache, v_cache = (keys[0].new_zeros(shape, dtype=torch.uint8) for _ in range(2))
 
-    def call(i: int) -> None:
+    def call(i: int) -> object:
         write(keys[i], keys[i - 1], k_cache, v_cache, slots[i], kv_format, scale, scale)
+        return k_cache, v_cache
 
     return call
 
@@ -146,8 +148,9 @@ def _sglang_cpu_fp8(keys: Sequence[torch.Tensor], scale: torch.Tensor, kv_format
     shape = (len(keys) * tokens, heads, head_dim)
     k_pool, v_pool = (keys[0].new_zeros(shape, dtype=torch.float8_e4m3fn) for _ in range(2))
 
-    def call(i: int) -> None:
+    def call(i: int) -> object:
         write(method, k_pool, v_pool, None, None, slots[i], keys[i], keys[i - 1], scale, scale)
+        return k_pool, v_pool
 
     return call
 
