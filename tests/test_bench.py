@@ -56,9 +56,10 @@ def clock() -> FakeClock:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few inputs, short rounds, and no switch of the caller."""
+    """Few inputs and implementations, short rounds, and no switch of the caller."""
     for name in [name for name in os.environ if name.startswith("KVCACHE_PLUGIN_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setattr(manager, "BUILT_IN", ("cpu_reference", "cuda_sm90"))
     monkeypatch.setattr(inputs, "_MOST_BYTES", 64 << 10)
     monkeypatch.setattr(run, "_ROUND_SECONDS", 1e-5)
     monkeypatch.setattr(run, "_MOST_CALLS", 3)
