@@ -181,6 +181,7 @@ def _plugins(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     from kvcache_plugin.api import explain
+    from kvcache_plugin.hosts.written import summaries
 
     try:
         with _output_aside():
@@ -199,6 +200,10 @@ def _explain(arguments: argparse.Namespace) -> int:
         )
         if not any(row.chosen for row in rows):
             print(f"\nnothing quantizes {arguments.kv_cache_dtype} on {arguments.device}")
+        else:
+            print()
+            for line in summaries(arguments.kv_cache_dtype):
+                print(line)
     return FINE if any(row.chosen for row in rows) else WRONG
 
 
@@ -229,6 +234,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
                 print_table(
                     ("seam", "state", "what we do there"),
                     [(s.path, s.problem or "fits", s.purpose) for s in engine.seams],
+                )
+                print()
+                print_table(
+                    ("write", "format", "codes by", "why"),
+                    [(w.what, w.family, w.writer, w.why) for w in engine.writes],
                 )
         print()
         print_table(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvcache_plugin.hosts import fitting, seams
 from kvcache_plugin.hosts.engines import ENGINES, Engine
 from kvcache_plugin.hosts.releases import KNOWN_NOT_TO_WORK, Verdict, read_releases, verdict
+from kvcache_plugin.hosts.written import WritePath, write_paths
 from kvcache_plugin.manager import Implementation, Manager
 from kvcache_plugin.settings import (
     BLOCK,
@@ -48,6 +49,7 @@ class EngineStatus:
     :param version: ``None`` when it is not installed.
     :param release: what is known of that version, ``None`` without one.
     :param not_loaded: why the engine would not load the plugin, empty when it would.
+    :param writes: who writes its caches.
     """
 
     title: str
@@ -55,6 +57,7 @@ class EngineStatus:
     release: Verdict | None
     not_loaded: str
     seams: tuple[SeamStatus, ...]
+    writes: tuple[WritePath, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ def _examine_engine(engine: Engine) -> EngineStatus:
             if seam.engine == engine.package
             for problem in [fitting.check_source(seam)]
         ),
+        write_paths(engine.title),
     )
 
 

@@ -11,6 +11,7 @@ from tests.engine.serving import Run
 
 LINE = "INFO kvcache_plugin 0.1.0 is active in vLLM, mode strict: checked the K/V scales\n"
 LAYER = "model.layers.1.self_attn.attn: fp8 KV cache scales must be finite, got k_scale=nan"
+SEAMS = {"a.a": "", "a.b": "a.b is missing"}
 ALONE = Run(0, (1, 2), "")
 
 
@@ -23,10 +24,15 @@ ALONE = Run(0, (1, 2), "")
         (Run(0, (1, 3), LINE), "gave (1, 3), and without the plugin (1, 2)"),
         (Run(0, (1, 2), ""), "0 lines said"),
         (Run(0, (1, 2), LINE * 2), "2 lines said"),
+        (
+            Run(0, (1, 2), f"{LINE}ERROR kvcache_plugin failed while writing"),
+            "failed while writing",
+        ),
+        (Run(0, (1, 2), f"{LINE}WARNING kvcache_plugin leaves out a seam: a.b is missing"), ""),
     ],
 )
 def test_sound(run: Run, failure: str) -> None:
-    assert_says(matrix.sound_failure(ALONE, run), failure)
+    assert_says(matrix.sound_failure(ALONE, run, SEAMS), failure)
 
 
 @pytest.mark.parametrize(
@@ -56,10 +62,8 @@ def test_corrupt(run: Run, failure: str) -> None:
     ],
 )
 def test_register(examined: dict[str, Any], failure: str) -> None:
-    seams = {"a.a": "", "a.b": "a.b is missing"}
-    assert_says(
-        matrix.register_failure({"raised": "", "warnings": [], "seams": seams, **examined}), failure
-    )
+    quiet = {"raised": "", "warnings": [], "seams": SEAMS}
+    assert_says(matrix.register_failure({**quiet, **examined}), failure)
 
 
 def assert_says(found: str, expected: str) -> None:

@@ -50,7 +50,6 @@ def validate_kv_scales(scales: KVScales, kv_cache_dtype: str) -> KVScales:
 
 
 @hookimpl(trylast=True)
-@torch.no_grad()
 def quantize_kv(
     tensor: torch.Tensor,
     scale: torch.Tensor,
@@ -59,6 +58,7 @@ def quantize_kv(
     out: OutBuffers | None,
 ) -> QuantizedKV:
     _say_if_last_resort(device)
+    tensor = tensor.detach()  # no_grad() takes longer, and single tokens are written here
     if kv_cache_dtype == _NVFP4:
         data, block_scales = _nvfp4_codes(tensor.float(), scale)
     else:

@@ -123,6 +123,8 @@ class LoadGate:
         self._failures: set[str] = set()
         # What the pass over the whole model found, until each layer is processed.
         self._verdicts: WeakKeyDictionary[torch.nn.Module, _Verdict] = WeakKeyDictionary()
+        # What was found on layers one by one, while they belong together.
+        self._together: list[_Verdict] | None = None
         self._processed: WeakSet[torch.nn.Module] = WeakSet()
 
     def before_weights(
@@ -191,7 +193,8 @@ class LoadGate:
     def layer(self, module: torch.nn.Module, found: LoadedScales) -> KVScales | None:
         """The final scales of one layer, or ``None`` to leave the layer to the engine.
 
-        :raises KVScaleError: in strict mode, for a layer that came without its whole model.
+        :raises KVScaleError: in strict mode, for a layer that came without its whole model. Inside
+            ``one_by_one`` the engine may go on with the next one.
         """
         if module in self._verdicts:
             verdict = self._verdicts.pop(module)
@@ -199,11 +202,33 @@ class LoadGate:
             if not self._announced:
                 self._announce("checks K/V scales layer by layer, as this loader processes them")
             verdict = self._check(found)
+            if self._together is not None:
+                self._together.append(verdict)
             if isinstance(verdict, KVScaleError):
                 if self._mode == "strict":
                     raise self._refusal([verdict], 1)
                 self._say_corrupt([verdict], 1)
         return verdict if isinstance(verdict, KVScales) else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a corrupt layer is told later, with all others."""
+        return self._together is not None
+
+    @contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """Layers that the engine processes by themselves, and that belong together.
+
+        :raises KVScaleError: in strict mode, at the end, listing every corrupt layer.
+        """
+        verdicts = self._together = []
+        try:
+            yield
+        finally:
+            self._together = None
+        errors = [verdict for verdict in verdicts if isinstance(verdict, KVScaleError)]
+        if errors and self._mode == "strict":
+            raise self._refusal(errors, len(verdicts))
 
     def leaves_alone(self, what: str) -> None:
         """Say in one line that a kind of load is left alone."""

@@ -78,6 +78,13 @@ VLLM_FILES: Final = Seam(
     ),
     "checks the scales in the files before the weights are read",
 )
+VLLM_RELOAD: Final = Seam(
+    "vllm",
+    "vllm.model_executor.model_loader.reload.layerwise",
+    "finalize_layerwise_processing",
+    ("model", "model_config"),
+    "lets vLLM end a reload that is refused; without it a sound one cannot follow",
+)
 VLLM_RANK: Final = Seam(
     "vllm",
     "vllm.distributed.parallel_state",
@@ -371,6 +378,7 @@ SEAMS: Final = (
     VLLM_CONFIG,
     VLLM_LOAD,
     VLLM_FILES,
+    VLLM_RELOAD,
     VLLM_RANK,
     VLLM_WRITE,
     *VLLM_FUSED_WRITES,

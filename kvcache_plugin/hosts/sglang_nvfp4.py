@@ -68,15 +68,13 @@ def wrappers(
     if torch.version.hip is not None:  # elsewhere it is only asked of bfloat16 caches
         around.append((seams.SGLANG_FUSED_WRITE, plain.writes_past_pool))
     needed = (*(seam for seam, _ in around), *seams.SGLANG_NVFP4_NEEDS)
-    problems = list(filter(None, map(problem_of, needed))) or list(
-        filter(None, [_method_problem()])
-    )
-    if problems:
+    problem = "; ".join(filter(None, map(problem_of, needed))) or _method_problem()
+    if problem:
         logger.warning(
             "kvcache_plugin serves no NVFP4 cache on %s of %s: %s",
             _listed(_BACKENDS),
             gate.engine,
-            "; ".join(problems),
+            problem,
         )
         return ()
     return tuple(around)

@@ -112,7 +112,7 @@ class _Updates:
         answer = original(manager, recv_req, *args, **kwargs)
         if not self._refusals:
             return answer
-        message = self._say("the scales from before the update stay, beside its other weights")
+        message = self._say("the scales from before it stay, beside its other weights")
         return type(answer)(success=False, message=message)
 
     def update_from_ipc(
@@ -126,11 +126,11 @@ class _Updates:
         layers = updater.get_model().modules()
         self._gate.guarded("putting K/V scales back", put_back, layers)
         return False, self._say(
-            "from the first corrupt layer on nothing is processed: update again"
+            "from the first corrupt layer on nothing is processed, so update again"
         )
 
     def _say(self, what_now: str) -> str:
-        message = f"{self._refusals[0]}. Of the refused update {what_now}"
+        message = f"{self._refusals[0]}. The update is refused: {what_now}"
         self._gate.say(logging.ERROR, "%s", message)
         return message
 

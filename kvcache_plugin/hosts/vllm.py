@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from kvcache_plugin.device import Device
+from kvcache_plugin.errors import KVScaleError
 from kvcache_plugin.hosts import fitting, seams
 from kvcache_plugin.hosts.gate import Load, LoadGate, leave_out, start
 from kvcache_plugin.hosts.late import when_imported
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from kvcache_plugin.settings import Settings
 
 _SIDES: Final = ("k", "v")
+#: Those of a query and of probabilities too.
+_BUFFERS: Final = (*_SIDES, "q", "prob")
 #: vLLM's names for the KV caches whose scales follow our rules. The others are left alone.
 _FORMATS: Final = {
     "fp8": "fp8_e4m3",
@@ -55,6 +58,7 @@ def _hook(gate: LoadGate, settings: Settings) -> None:
         (seams.VLLM_MARKER, adapter.fit_marker),
         (seams.VLLM_LOAD, adapter.fit_load),
         (seams.VLLM_FILES, adapter.fit_files),
+        (seams.VLLM_RELOAD, adapter.fit_reload),
         (seams.VLLM_RANK, adapter.fit_rank),
     ):
         if fitting.source_file(seam) is None:
@@ -146,11 +150,7 @@ class _Adapter:
             guarded("letting the hook write a KV cache", self._writes.fit, model)
             return result
 
-        modules = [other for other in sys.modules.values() if isinstance(other, ModuleType)]
-        for other in modules:
-            for name, value in list(vars(other).items()):
-                if value is original:
-                    setattr(other, name, process_weights_after_loading)
+        _replace_everywhere(original, process_weights_after_loading)
 
     def fit_marker(self, module: ModuleType) -> None:
         """Mark scales as not loaded where vLLM starts from 1.0, which a checkpoint may bring."""
@@ -203,6 +203,19 @@ class _Adapter:
             return prepared
 
         cls._prepare_weights = _prepare_weights
+
+    def fit_reload(self, module: ModuleType) -> None:
+        """Say what is corrupt once vLLM has put the model together again: it cannot go back."""
+        original = module.finalize_layerwise_processing
+
+        @functools.wraps(original)
+        def finalize_layerwise_processing(
+            model: Any, model_config: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            with self._gate.one_by_one():
+                return original(model, model_config, *args, **kwargs)
+
+        _replace_everywhere(original, finalize_layerwise_processing)
 
     def fit_rank(self, module: ModuleType) -> None:
         self._gate.speaks = lambda: (
@@ -265,7 +278,12 @@ class _Adapter:
             scales = None
             found = guarded("looking for the K/V scales of a layer", self._find, method, layer)
             if found is not None:
-                scales = self._gate.layer(layer, found)
+                try:
+                    scales = self._gate.layer(layer, found)
+                except KVScaleError:
+                    if not self._gate.goes_on:
+                        raise
+                    return _keep(layer, run)
             guarded("preparing the K/V scales of a layer", _prepare, layer, found, scales)
             result = run()
             if scales is not None:
@@ -347,9 +365,39 @@ def _write(layer: Any, scales: KVScales) -> None:
     if scales.k_source == "default":
         return  # vLLM has written 1.0 itself
     for side in _SIDES:
-        scale = getattr(scales, side)
-        getattr(layer, f"_{side}_scale").copy_(scale)
-        # Of per-head scales vLLM keeps the largest on the host.
-        number = scale if isinstance(scale, float) else float(scale.max())
-        setattr(layer, f"_{side}_scale_float", number)
-        getattr(layer, f"_{side}_scale_cpu").fill_(number)
+        # vLLM loads under a default device and dtype of its own: name both.
+        scale = torch.as_tensor(getattr(scales, side), dtype=torch.float64, device="cpu")
+        _write_side(layer, side, scale)
+
+
+def _write_side(layer: Any, side: str, scale: torch.Tensor) -> None:
+    # A buffer, or the parameter itself (vLLM 0.31), which tracks what is written to it.
+    getattr(layer, f"_{side}_scale").detach().copy_(scale)
+    # Of per-head scales vLLM keeps the largest on the host.
+    number = float(scale.max())
+    setattr(layer, f"_{side}_scale_float", number)
+    on_host = getattr(layer, f"_{side}_scale_cpu", None)
+    if on_host is not None:
+        on_host.fill_(number)
+
+
+def _keep(layer: Any, run: Callable[[], Any]) -> Any:
+    """Let vLLM process a layer whose new scales are corrupt, and leave those that it served."""
+    kept = {side: getattr(layer, f"_{side}_scale").detach().clone() for side in _BUFFERS}
+    for side in _BUFFERS:
+        if hasattr(layer, f"{side}_scale"):
+            getattr(layer, f"{side}_scale").data.fill_(UNSET)
+    _prepare(layer, None, None)
+    result = run()
+    for side, scale in kept.items():
+        _write_side(layer, side, scale)
+    return result
+
+
+def _replace_everywhere(original: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    """Put a function in another's place, also where modules have imported it by name."""
+    modules = [module for module in sys.modules.values() if isinstance(module, ModuleType)]
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if value is original:
+                setattr(module, name, ours)

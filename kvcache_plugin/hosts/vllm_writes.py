@@ -101,6 +101,8 @@ class HookWrites:
             return problem
         if getattr(layer.attn_backend, "forward_includes_kv_cache_update", True):
             return "it writes the cache while it computes attention"
+        if getattr(layer, "use_direct_call", False):
+            return "on this platform torch.compile looks into attention, and would into the hook"
         if not getattr(impl.do_kv_cache_update, "is_ours", False):
             for question in self._questions:
                 setattr(impl, question, _no)

@@ -6,22 +6,28 @@ installed into a folder beside them that is put on the path of the runs that wan
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import shutil
+from pathlib import Path
 
 import pytest
 
 from tests.engine import venvs
 from tests.engine.checkout import install_plugin
-from tests.engine.serving import Runner
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.engine.serving import Runner, install
 
 
 @pytest.fixture(scope="session")
 def plugin_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with this checkout's plugin, and the pluggy that it needs, installed."""
     return install_plugin(tmp_path_factory.mktemp("plugin"))
+
+
+@pytest.fixture(scope="session")
+def recorder_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plugin of SGLang's that records what goes into its pool."""
+    recorder = Path(__file__).with_name("recorder")
+    source = shutil.copytree(recorder, tmp_path_factory.mktemp("source") / "recorder")
+    return install(tmp_path_factory.mktemp("recorder_site"), source)
 
 
 @pytest.fixture(scope="session", params=venvs.ENGINES)

@@ -276,7 +276,7 @@ def test_a_corrupt_update_is_answered_and_the_scales_before_it_stay(
     answer = manager.end_weight_update(EndWeightUpdateReqInput())
     assert not answer.success
     assert f"{name_of(1)}: fp8 KV cache scales must be finite, got k_scale=nan" in answer.message
-    assert "the scales from before the update stay" in answer.message
+    assert "the scales from before it stay" in answer.message
     assert_served(model, SOUND)
     assert any(answer.message == record.getMessage() for record in caplog.records)
     # The next one is none the worse.

@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -133,7 +134,8 @@ class Model(torch.nn.Module):
         utils = importlib.import_module(seams.VLLM_MODEL.module)
         with set_current_vllm_config(self.config):
             self.load_weights(weights)
-            utils.process_weights_after_loading(self, MODEL_CONFIG, torch.device("cpu"))
+            with set_default_torch_dtype(MODEL_CONFIG.dtype):
+                utils.process_weights_after_loading(self, MODEL_CONFIG, torch.device("cpu"))
         return self
 
     def reload(self, weights: Mapping[str, Any]) -> Model:
@@ -198,6 +200,31 @@ def test_a_reload_with_a_corrupt_scale_is_refused(
         model.reload(SECOND | changed)
     assert NAME.format(1) in str(refused.value)
     assert says in str(refused.value)
+
+
+@METHODS
+def test_a_refused_reload_lists_every_layer_and_keeps_what_was_served(method: type) -> None:
+    """vLLM cannot go back any more, so it ends the reload before the refusal is raised."""
+    model = Model(method).load(FIRST | {"1.q": 0.2})
+    with pytest.raises(KVScaleError, match="in 2 of 2 layers") as refused:
+        model.reload(SECOND | {"0.k": NAN, "1.q": INF})
+    assert "k_scale=nan" in str(refused.value)
+    assert "q_scale=inf" in str(refused.value)
+    assert model.scales("k") == near(0.05, 0.04)
+    assert model.scales("v") == near(0.06, 0.07)
+    assert model.scales("q") == near(1.0, 0.2)
+
+
+@METHODS
+def test_a_sound_reload_after_a_refused_one_is_served(method: type) -> None:
+    model = Model(method).load(FIRST)
+    for _ in range(2):
+        with pytest.raises(KVScaleError, match="in 1 of 2 layers"):
+            model.reload(SECOND | {"0.k": NAN})
+    assert model.scales("k") == near(0.05, 0.14)
+    model.reload(SECOND)
+    assert model.scales("k") == near(0.15, 0.14)
+    assert model.scales("v") == near(0.16, 0.17)
 
 
 @METHODS

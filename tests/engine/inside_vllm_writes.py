@@ -337,6 +337,10 @@ def in_forward(layer: Any) -> None:
     layer.attn_backend = type("Whole", (), {"forward_includes_kv_cache_update": True})
 
 
+def compiled(layer: Any) -> None:
+    layer.use_direct_call = True
+
+
 def no_write(layer: Any) -> None:
     layer.impl = SimpleNamespace()
 
@@ -349,6 +353,7 @@ def no_write(layer: Any) -> None:
         (per_token_head, "(fp8_per_token_head, CPUAttentionBackendImpl)"),
         (mla, "(self, kv_c_normed, k_pe, kv_cache, slot_mapping"),
         (in_forward, "writes the cache while it computes attention"),
+        (compiled, "torch.compile looks into attention"),
         (no_write, "do_kv_cache_update is missing"),
     ],
 )

@@ -26,7 +26,7 @@ from tests.engine.releases_page import write_table
 from tests.engine.serving import run_python, serve
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tests.engine.serving import Run
 
@@ -119,7 +119,7 @@ def _run(engine: str, release: str, plugin: Path, scratch: Path) -> Release:
         ),
         tokens=alone.tokens,
         register_failure=register_failure(examined),
-        sound_failure=sound_failure(alone, serve(engine, sound, site=[*site, plugin])),
+        sound_failure=sound_failure(alone, serve(engine, sound, site=[*site, plugin]), seams),
         corrupt_failure=corrupt_failure(serve(engine, corrupt, site=[*site, plugin])),
     )
 
@@ -138,20 +138,27 @@ def register_failure(examined: dict[str, Any]) -> str:
     """What ``register()`` did wrong, empty if nothing."""
     if examined["raised"]:
         return f"register() raised {examined['raised']}"
-    # A seam that does not fit is warned about once; any other warning is a failure of ours.
-    known = [problem for problem in examined["seams"].values() if problem]
-    said = [line for line in examined["warnings"] if not any(one in line for one in known)]
+    said = _unexpected(examined["warnings"], examined["seams"])
     return f"register() warned: {said[0]}" if said else ""
 
 
-def sound_failure(alone: Run, run: Run) -> str:
+def _unexpected(lines: Sequence[str], seams: Mapping[str, str]) -> list[str]:
+    """Warnings of ours, without those of seams that do not fit and are left out."""
+    problems = [problem for problem in seams.values() if problem]
+    return [line for line in lines if not any(problem in line for problem in problems)]
+
+
+def sound_failure(alone: Run, run: Run, seams: Mapping[str, str]) -> str:
     """What the plugin changed in how a sound checkpoint is served, empty if nothing."""
     if not run.served:
         return f"a sound checkpoint was not served, exit status {run.returncode}"
     if run.tokens != alone.tokens:
         return f"a sound checkpoint gave {run.tokens}, and without the plugin {alone.tokens}"
     number = len(run.active)
-    return "" if number == 1 else f"{number} lines said that the plugin is active"
+    if number != 1:
+        return f"{number} lines said that the plugin is active"
+    said = _unexpected(run.complaints, seams)
+    return f"with a sound checkpoint the plugin warned: {said[0]}" if said else ""
 
 
 def corrupt_failure(run: Run) -> str:

@@ -173,6 +173,7 @@ def serve(
     site: Sequence[Path] = (),
     env: Mapping[str, str] | None = None,
     kv_cache_dtype: str | None = None,
+    tp_size: int = 1,
     timeout: float = TIMEOUT,
 ) -> Run:
     """Lets ``engine`` generate a few greedy tokens from ``checkpoint``.
@@ -184,11 +185,14 @@ def serve(
     :param site: folders to put on its ``PYTHONPATH``; entry points are found there.
     :param env: environment variables on top.
     :param kv_cache_dtype: the engine's own name for it; FP8 e4m3 if left out.
+    :param tp_size: how many processes share each layer (SGLang).
     :raises EngineTimeoutError: it took longer than ``timeout`` seconds.
     """
     arguments = [str(_HERE / f"serve_{engine}.py"), str(checkpoint)]
     if kv_cache_dtype is not None:
         arguments.append(f"--kv-cache-dtype={kv_cache_dtype}")
+    if tp_size > 1:
+        arguments.append(f"--tp-size={tp_size}")
     returncode, log = run_python(engine, arguments, site=site, env=env, timeout=timeout)
     found = _TOKENS.search(log)
     tokens = tuple(map(int, found[1].split(","))) if found else None
