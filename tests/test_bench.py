@@ -60,6 +60,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("KVCACHE_PLUGIN_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(manager, "BUILT_IN", ("cpu_reference", "cuda_sm90"))
+    monkeypatch.setattr(manager, "_manager", None)
+    monkeypatch.setattr(manager, "_begun", None)
     monkeypatch.setattr(inputs, "_MOST_BYTES", 64 << 10)
     monkeypatch.setattr(run, "_ROUND_SECONDS", 1e-5)
     monkeypatch.setattr(run, "_MOST_CALLS", 3)
