@@ -27,8 +27,10 @@ Progress: TypeAlias = Callable[[int, int], None]
 TOKENS: Final = (1, 16, 256, 4096, 65_536)
 FORMATS: Final = ("fp8", "nvfp4")
 
-#: Seconds of all rows together, without what makes calls ready, and first calls.
+#: Seconds of all contests together, without what makes calls ready, and first calls.
 _SECONDS: Final = 40.0
+#: Of a contest's seconds, for one contestant: the slowest leaves something for the others.
+_MOST_FOR_ONE: Final = 0.5
 _ROUNDS: Final = 11
 #: Fewer say nothing of the spread.
 _FEWEST_ROUNDS: Final = 3
@@ -137,8 +139,8 @@ def run(
     rounds = _Rounds(len(to_do) * len(sizes) * _ROUNDS, progress)
     results = []
     for contest in to_do:
-        seconds = _SECONDS / len(to_do) / len(contest.contestants)
-        rows = [_Racer(contestant, contest, seconds) for contestant in contest.contestants]
+        budget = _Budget(_SECONDS / len(to_do))
+        rows = [_Racer(contestant, contest, budget) for contestant in contest.contestants]
         for size in sizes:
             _race(rows, Inputs.of(size, device), stopwatch, rounds)
         results.append(ContestResult(contest, _with_ratios(rows)))
@@ -168,24 +170,37 @@ class _Rounds:
 
 
 @dataclass
+class _Budget:
+    """The seconds that the contestants of a contest share."""
+
+    seconds: float
+    spent: float = 0.0
+
+
+@dataclass
 class _Racer:
     """A contestant while it is timed.
 
-    :param seconds: what it may take with all numbers of tokens.
     :param ended: why larger numbers are not tried.
     :param took: numbers of tokens, and seconds of a call with so many.
     """
 
     contestant: Contestant
     contest: Contest
-    seconds: float
+    budget: _Budget
     spent: float = 0.0
     ended: tuple[Outcome, str] | None = None
     took: list[tuple[int, float]] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)
 
-    def can_afford(self, seconds: float) -> bool:
-        return self.spent + seconds <= self.seconds
+    @property
+    def left(self) -> float:
+        own = _MOST_FOR_ONE * self.budget.seconds - self.spent
+        return max(0.0, min(own, self.budget.seconds - self.budget.spent))
+
+    def spend(self, seconds: float) -> None:
+        self.spent += seconds
+        self.budget.spent += seconds
 
     def expected(self, tokens: int) -> float:
         """Seconds of a call, on the line through the last two numbers; 0 before there are two."""
@@ -196,11 +211,8 @@ class _Racer:
         return took + per_token * (tokens - last)
 
     def give_up(self, call: float) -> None:
-        left = max(0.0, self.seconds - self.spent)
-        self.end(
-            "given up",
-            f"a call takes {call:.1f} s, and {left:.1f} of {self.seconds:.1f} s are left",
-        )
+        needed = f"a call takes {call:.1f} s, {_FEWEST_ROUNDS} rounds are needed"
+        self.end("given up", f"{needed}, and {self.left:.1f} s are left")
 
     def end(self, outcome: Outcome, reason: str) -> None:
         self.ended = outcome, reason
@@ -232,13 +244,13 @@ class _Heat:
         if self.racer.ended is not None:
             return True
         enough = len(self.samples) >= _FEWEST_ROUNDS
-        return enough and not self.racer.can_afford(self.expected * self.calls)
+        return enough and self.expected * self.calls > self.racer.left
 
     def time(self, stopwatch: Stopwatch) -> None:
         numbers = [(self.next_input + i) % self.inputs.count for i in range(self.calls)]
         self.next_input += self.calls
         sample = stopwatch.time(self.call, numbers)
-        self.racer.spent += sample.wall * self.calls
+        self.racer.spend(sample.wall * self.calls)
         self.samples.append(sample)
 
     def timing(self) -> Timing:
@@ -283,7 +295,7 @@ def _started(racer: _Racer, inputs: Inputs, stopwatch: Stopwatch) -> _Heat | Non
     if racer.ended is not None:
         return None
     expected = racer.expected(inputs.tokens)
-    if not racer.can_afford((1 + _FEWEST_ROUNDS) * expected):
+    if (1 + _FEWEST_ROUNDS) * expected > racer.left:
         racer.give_up(expected)
         return None
     return _guarded(racer, _warm, racer, inputs, expected, stopwatch)
@@ -295,8 +307,8 @@ def _warm(racer: _Racer, inputs: Inputs, expected: float, stopwatch: Stopwatch) 
     if took > _UNUSUAL * expected:
         # It may have compiled something, which is not done again and is on no account.
         took = stopwatch.time(call, [1]).wall
-    racer.spent += took
-    if not racer.can_afford(_FEWEST_ROUNDS * took):
+    racer.spend(took)
+    if _FEWEST_ROUNDS * took > racer.left:
         racer.give_up(took)
         return None
     return _Heat(racer, call, inputs, first, took)
