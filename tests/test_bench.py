@@ -387,13 +387,13 @@ def test_what_is_slow_is_given_up_and_the_others_go_on(install: Any, clock: Fake
     assert theirs[2].reason.startswith("a call takes 6.4 s, 3 rounds are needed, and ")
     assert theirs[2].us is theirs[2].gb_per_s is theirs[2].of_copy is None
     assert {one.outcome for one in reference} == {"timed"}
-    # Of 40 s for both directions half of a half is for one; at 64 tokens nothing was called.
-    assert clock.now < 40 / 2 / 2
+    # Of 40 s each direction has a half; at 64 tokens nothing was called.
+    assert clock.now < run._MOST_FOR_ONE * 40 / 2
     assert bench.succeeded
 
 
 def test_fewer_rounds_do_when_time_runs_out(install: Any, clock: FakeClock) -> None:
-    install(theirs=Theirs(clock, lambda tokens, call: 1.5))
+    install(theirs=Theirs(clock, lambda tokens, call: 2.0))
     (one,) = results(timed(clock=clock, tokens=(1,)))["theirs"].timings
     assert one.outcome == "timed"
     assert run._FEWEST_ROUNDS <= one.rounds < run._ROUNDS

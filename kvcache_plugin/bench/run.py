@@ -30,7 +30,7 @@ FORMATS: Final = ("fp8", "nvfp4")
 #: Seconds of all contests together, without what makes calls ready, and first calls.
 _SECONDS: Final = 40.0
 #: Of a contest's seconds, for one contestant: the slowest leaves something for the others.
-_MOST_FOR_ONE: Final = 0.5
+_MOST_FOR_ONE: Final = 0.75
 _ROUNDS: Final = 11
 #: Fewer say nothing of the spread.
 _FEWEST_ROUNDS: Final = 3
