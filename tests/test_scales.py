@@ -1018,3 +1018,27 @@ def test_a_reciprocal_is_there_where_float32_has_one() -> None:
     for number in (smallest * (1 + 2.0**-22), smallest * (1 + 2.0**-23), 2.0**-150, 1e-320):
         one = torch.tensor(number, dtype=torch.float64).float()
         assert _has_reciprocal(number) == bool(one.reciprocal().isfinite())
+
+
+def test_a_hook_that_converts_in_place_changes_nothing_of_the_callers() -> None:
+    class InPlace:
+        @kv.hookimpl
+        def validate_kv_scales(self, scales: kv.KVScales) -> kv.KVScales:
+            assert isinstance(scales.k, torch.Tensor)
+            assert isinstance(scales.v, torch.Tensor)
+            scales.k.mul_(2)
+            scales.v.mul_(2)
+            return scales
+
+    plugin = InPlace()
+    kv.register(plugin, "in_place")
+    try:
+        raw = torch.tensor([0.25, 0.5], dtype=torch.float64)
+        for _ in range(2):
+            scales = validate(raw, None, granularity="head", num_kv_heads=2)
+            # K's tensor is not V's, either: each is doubled once.
+            assert_heads(scales.k, [0.5, 1.0])
+            assert_heads(scales.v, [0.5, 1.0])
+        assert raw.tolist() == [0.25, 0.5]
+    finally:
+        kv.unregister(plugin)
