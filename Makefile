@@ -32,7 +32,8 @@ lint: $(VENV)/ready
 	$(BIN)/mypy
 
 bench: $(VENV)/ready
-	$(BIN)/python -m tests.benchmarks.startup
+	$(BIN)/kvcache-plugin bench
+	$(BIN)/python -m tests.benchmarks.loaded
 	$(BIN)/python -m tests.benchmarks.overhead
 	$(BIN)/python -m tests.benchmarks.checkpoint
 	$(BIN)/python -m tests.benchmarks.decoding

@@ -1,4 +1,4 @@
-"""``kvcache-plugin``: plugins, explain, doctor, check, selftest and demo.
+"""``kvcache-plugin``: plugins, explain, doctor, check, selftest, bench and demo.
 
 Exit status 0 when all is fine, 1 when something is wrong, 2 when the command is used wrongly.
 torch is imported by the commands that need it, so that ``--help`` answers at once.
@@ -24,6 +24,7 @@ from kvcache_plugin.terminal import print_line, print_table, progress_bar, progr
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvcache_plugin.bench.run import Bench
     from kvcache_plugin.check.comparison import Comparison
     from kvcache_plugin.check.run import Check
     from kvcache_plugin.doctor import EngineStatus
@@ -115,8 +116,52 @@ def _parser() -> argparse.ArgumentParser:
         "--device",
         help="cuda:0, cpu, or the architecture of a card that is here; default: the GPU, if any",
     )
+    bench = add(
+        "bench",
+        _bench,
+        "Time every implementation that serves a device, beside a copy and plain torch.",
+    )
+    bench.epilog = (
+        "It takes a minute at most, without what is compiled when it is first called. "
+        "docs/performance.md says what the columns mean."
+    )
+    bench.add_argument(
+        "--device",
+        help="cuda:0, cpu, or the architecture of a card that is here; default: the GPU, if any",
+    )
+    bench.add_argument(
+        "--kv-cache-dtype",
+        type=_names,
+        metavar="FORMAT,...",
+        help="fp8, fp8_e5m2, nvfp4 ...; default: fp8,nvfp4",
+    )
+    bench.add_argument(
+        "--tokens",
+        type=_numbers,
+        metavar="N,...",
+        help="how many tokens K has; default: 1,16,256,4096,65536",
+    )
+    bench.add_argument(
+        "--peers",
+        action="store_true",
+        help="also time the quantizers of torchao, vLLM and SGLang, where they are installed",
+    )
     add("demo", _demo, "See a corrupt scale refused, and K/V quantized in every format.")
     return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty name in it")
+    return names
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = [part.strip().replace("_", "") for part in text.split(",")]
+    if not all(number.isdecimal() and int(number) for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers from 1 up, as in 1,256,4096")
+    return tuple(map(int, numbers))
 
 
 def _plugins(arguments: argparse.Namespace) -> int:
@@ -284,10 +329,11 @@ def _print_comparison(comparison: Comparison) -> None:
 
 def _selftest(arguments: argparse.Namespace) -> int:
     from kvcache_plugin import selftest
+    from kvcache_plugin.machine import find_device
 
     try:
         with _output_aside():
-            device = selftest.find_device(arguments.device)
+            device = find_device(arguments.device)
     except KVCacheError as error:
         return _say(error, MISUSED)
     with _output_aside(), progress_line() as progress:
@@ -345,6 +391,46 @@ def _print_selftest(result: Selftest) -> None:
         if examined
         else f"\nno implementation serves {machine.arch}"
     )
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from kvcache_plugin.bench import run
+    from kvcache_plugin.bench.as_json import as_json
+    from kvcache_plugin.machine import find_device
+
+    bar = progress_bar("timing", redraws_itself=False)
+    try:
+        with _output_aside(), contextlib.nullcontext() if arguments.json else bar as progress:
+            result = run.run(
+                find_device(arguments.device),
+                kv_cache_dtypes=arguments.kv_cache_dtype or run.FORMATS,
+                tokens=arguments.tokens or run.TOKENS,
+                with_peers=arguments.peers,
+                progress=progress,
+            )
+    except KVCacheError as error:
+        return _say(error, MISUSED)
+    if arguments.json:
+        _print_json(as_json(result))
+    else:
+        _print_bench(result)
+    return FINE if result.succeeded else WRONG
+
+
+def _print_bench(result: Bench) -> None:
+    from kvcache_plugin.bench import text
+
+    for line in text.head_lines(result):
+        print(line)
+    for each in result.contests:
+        print()
+        print_line(text.title(each.contest), "bold")
+        print_table(text.columns(result), text.lines(each, result))
+        for remark in text.remarks(each):
+            print(remark)
+    print()
+    print_table(text.CONTESTANTS, text.contestants(result))
+    print(f"\n{text.last_line(result)}")
 
 
 def _demo(arguments: argparse.Namespace) -> int:

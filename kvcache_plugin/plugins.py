@@ -59,8 +59,15 @@ def subset(
     """
     chosen = _Subset(hookspecs.PROJECT_NAME)
     chosen.add_hookspecs(hookspecs)
+    # To register one takes a look at each of its attributes: that is left to those that take part.
+    names = {
+        impl.plugin_name
+        for hook in KNOWN_HOOKS
+        for impl in call_order(plugins, hook)
+        if takes_part(impl.plugin_name, hook, wraps(impl))
+    }
     for name, plugin in plugins.list_name_plugin():
-        if plugin is not None:
+        if plugin is not None and name in names:
             chosen.takes_part = partial(takes_part, name)
             chosen.register(plugin, name)
     return chosen

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import struct
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
@@ -27,8 +28,11 @@ logger = logging.getLogger(__name__)
 Granularity: TypeAlias = Literal["tensor", "head"]
 Source: TypeAlias = Literal["checkpoint", "duplicated", "default"]
 
+#: One number, or one for each head: numbers of the host, since 128 layers are read in one go and
+#: an operation of torch on one element takes as long as a dozen of these.
+_Values: TypeAlias = tuple[float, ...]
 #: A layer's scales by name, ``None`` for one that is not set.
-_Scales: TypeAlias = "Mapping[str, torch.Tensor | None]"
+_Scales: TypeAlias = "Mapping[str, _Values | None]"
 
 GRANULARITIES: Final = ("tensor", "head")
 SOURCES: Final = ("checkpoint", "duplicated", "default")
@@ -42,6 +46,8 @@ _ATTENTION_REMEDY: Final = (
     "with 1.0, or serve with an unquantized KV cache (kv_cache_dtype=bfloat16)"
 )
 _MOST_VALUES_SHOWN: Final = 8
+_FLOAT32: Final = struct.Struct("f")
+_FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 _FNUZ_FACTOR: Final = 2.0
 
 
@@ -178,15 +184,15 @@ def check_attention_scales(q_scale: object, prob_scale: object, site: ScaleSite)
     """
     site = replace(site, subject="attention", remedy=_ATTENTION_REMEDY)
     scales = _checked({"q_scale": q_scale, "prob_scale": prob_scale}, site)
-    positive = {name: t for name, t in scales.items() if _state(t) == "positive"}
-    if any(_state(t) == "not positive" for t in scales.values()):
+    positive = {name: v for name, v in scales.items() if v and _state(v) == "positive"}
+    if any(_state(v) == "not positive" for v in scales.values()):
         site.warn(
             f"{site.quantized} scales that are not positive count as absent, got "
             f"{_show_all(scales)}; 1.0 is used. Calibrate and export them again if the model needs "
             "scales"
         )
     factor = _FNUZ_FACTOR if site.kv_format.name == FP8_E4M3FNUZ.name else 1.0
-    _check_range({name: t * factor for name, t in positive.items() if t is not None}, site)
+    _check_range({name: tuple(x * factor for x in v) for name, v in positive.items()}, site)
 
 
 def serve_scales(scales: KVScales, site: ScaleSite) -> KVScales:
@@ -194,10 +200,10 @@ def serve_scales(scales: KVScales, site: ScaleSite) -> KVScales:
 
     :raises KVScaleError: with the values as they are now, after conversion.
     """
-    k, v = _as_float64(scales.k), _as_float64(scales.v)
+    k, v = _values(scales.k), _values(scales.v)
     _check_range({"k_scale": k, "v_scale": v}, site)
-    if isinstance(scales.k, torch.Tensor):
-        return replace(scales, k=k.float(), v=v.float())
+    if scales.per_head:
+        return replace(scales, k=_tensor(k).float(), v=_tensor(v).float())
     return scales
 
 
@@ -228,8 +234,8 @@ def holds_numbers(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype != getattr(torch, "float4_e2m1fn_x2", None)
 
 
-def _read(name: str, scale: object, site: ScaleSite) -> torch.Tensor | None:
-    """The scale as a float64 CPU tensor of its own shape, or ``None`` where it is not set."""
+def _admitted(name: str, scale: object, site: ScaleSite) -> torch.Tensor | float | None:
+    """The scale, if it is of a kind that can be one; ``None`` where it is not set."""
     if scale is None:
         return None
     if isinstance(scale, torch.Tensor):
@@ -240,10 +246,10 @@ def _read(name: str, scale: object, site: ScaleSite) -> torch.Tensor | None:
                 f"{name} is on the meta device and has no value, shape {tuple(scale.shape)}",
                 remedy="Load the checkpoint's tensors before the scales are checked",
             )
-        return scale.detach().cpu().double()
+        return scale
     number = as_float(scale)
     if number is not None:
-        return _float64(number)
+        return number
     raise site.error(
         f"{name} must be a number, a floating-point tensor or None, got "
         f"{type(scale).__name__} {scale!r}"
@@ -251,25 +257,28 @@ def _read(name: str, scale: object, site: ScaleSite) -> torch.Tensor | None:
 
 
 def _checked(scales: Mapping[str, object], site: ScaleSite) -> _Scales:
-    """The scales, flat, each by itself a scale: of a shape that fits, finite, of one sign."""
-    read = {name: _read(name, scale, site) for name, scale in scales.items()}
-    _check_shapes(read, site)
-    flat = {name: None if t is None else t.reshape(-1) for name, t in read.items()}
-    corrupt = _sides(flat, lambda t: ~t.isfinite())
+    """The scales, each by itself a scale: of a shape that fits, finite, of one sign."""
+    admitted = {name: _admitted(name, scale, site) for name, scale in scales.items()}
+    _check_shapes(admitted, site)
+    read = {name: None if scale is None else _values(scale) for name, scale in admitted.items()}
+    corrupt = _sides(read, lambda x: not math.isfinite(x))
     if corrupt:
         raise site.error(
-            f"{site.quantized} scales must be finite, got {_show_all(flat)} (corrupt: {corrupt})"
+            f"{site.quantized} scales must be finite, got {_show_all(read)} (corrupt: {corrupt})"
         )
-    divided = _sides(flat, lambda t: (t <= 0) & (t > 0).any())
+    in_part = {name: values for name, values in read.items() if values and max(values) > 0}
+    divided = _sides(in_part, lambda x: x <= 0)
     if divided:
-        raise site.error(f"{_positive(flat, site)} (corrupt: {divided})")
-    return flat
+        raise site.error(f"{_positive(read, site)} (corrupt: {divided})")
+    return read
 
 
-def _check_shapes(scales: _Scales, site: ScaleSite) -> None:
-    def fits(scale: torch.Tensor | None) -> bool:
+def _check_shapes(scales: Mapping[str, torch.Tensor | float | None], site: ScaleSite) -> None:
+    def fits(scale: torch.Tensor | float | None) -> bool:
         if scale is None:
             return True
+        if not isinstance(scale, torch.Tensor):
+            return site.granularity == "tensor"
         if site.granularity == "tensor":
             return scale.numel() == 1
         heads = site.num_kv_heads
@@ -291,18 +300,26 @@ def _check_shapes(scales: _Scales, site: ScaleSite) -> None:
 
 def _check_range(scales: _Scales, site: ScaleSite) -> None:
     """Kernels read a scale as float32, and several of them multiply by its reciprocal."""
-    largest = torch.finfo(torch.float32).max
     sentence = f"{site.quantized} scales must be finite and fit in torch.float32"
-    got = f"got {_show_all(scales)}"
-    too_large = _sides(scales, lambda t: ~(t.isfinite() & (t <= largest)))
+    too_large = _sides(scales, lambda x: not -math.inf < x <= _FLOAT32_MAX)
     if too_large:
-        raise site.error(f"{sentence}, {got} (corrupt: {too_large})")
-    no_reciprocal = _sides(scales, lambda t: ~(t.float().reciprocal().isfinite() & (t > 0)))
+        raise site.error(f"{sentence}, got {_show_all(scales)} (corrupt: {too_large})")
+    no_reciprocal = _sides(scales, lambda x: not _has_reciprocal(x))
     if no_reciprocal:
         raise site.error(
-            f"{sentence}, {got} (corrupt: {no_reciprocal}, whose reciprocal is not finite in "
-            "torch.float32)"
+            f"{sentence}, got {_show_all(scales)} (corrupt: {no_reciprocal}, whose reciprocal is "
+            "not finite in torch.float32)"
         )
+
+
+def _has_reciprocal(value: float) -> bool:
+    """Whether a number up to the largest float32 is positive, and its reciprocal a float32."""
+    if value <= 0:
+        return False
+    rounded: float = _FLOAT32.unpack(_FLOAT32.pack(value))[0]
+    # No quotient is between the largest float32 and what is rounded to it: float32 numbers that
+    # are so small are too far apart.
+    return rounded > 0 and 1.0 / rounded <= _FLOAT32_MAX
 
 
 def _positive(scales: _Scales, site: ScaleSite) -> str:
@@ -338,10 +355,10 @@ def _choose_pair(scales: _Scales, site: ScaleSite) -> KVScales:
     return _default(site)
 
 
-def _state(scale: torch.Tensor | None) -> Literal["unset", "positive", "not positive"]:
-    if scale is None:
+def _state(values: _Values | None) -> Literal["unset", "positive", "not positive"]:
+    if values is None:
         return "unset"
-    return "positive" if bool((scale > 0).all()) else "not positive"
+    return "positive" if all(x > 0 for x in values) else "not positive"
 
 
 def _default(site: ScaleSite) -> KVScales:
@@ -351,31 +368,29 @@ def _default(site: ScaleSite) -> KVScales:
     return KVScales(ones, ones.clone(), "default", "default")
 
 
-def _value(scale: torch.Tensor | None, site: ScaleSite) -> float | torch.Tensor:
-    assert scale is not None
-    return float(scale.item()) if site.granularity == "tensor" else scale
+def _value(values: _Values | None, site: ScaleSite) -> float | torch.Tensor:
+    assert values is not None
+    return values[0] if site.granularity == "tensor" else _tensor(values)
 
 
-def _as_float64(scale: float | torch.Tensor) -> torch.Tensor:
+def _values(scale: float | torch.Tensor) -> _Values:
     if isinstance(scale, torch.Tensor):
-        return scale.detach().cpu().double()
-    return _float64(scale).reshape(1)
+        return tuple(scale.detach().cpu().double().reshape(-1).tolist())
+    return (scale,)
 
 
-def _float64(value: float) -> torch.Tensor:
+def _tensor(values: _Values) -> torch.Tensor:
     # Engines load under a default device and dtype of their own: name both.
-    return torch.tensor(value, dtype=torch.float64, device="cpu")
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
-def _sides(scales: _Scales, is_corrupt: Callable[[torch.Tensor], torch.Tensor]) -> str:
+def _sides(scales: _Scales, is_corrupt: Callable[[float], bool]) -> str:
     """The sides, and of per-head scales the heads, that are corrupt: ``"k_scale of head 3"``."""
     found = []
-    for name, scale in scales.items():
-        if scale is None:
-            continue
-        heads = torch.nonzero(is_corrupt(scale)).flatten().tolist()
+    for name, values in scales.items():
+        heads = [head for head, value in enumerate(values or ()) if is_corrupt(value)]
         if heads:
-            found.append(name if scale.numel() == 1 else f"{name} of {_heads(heads)}")
+            found.append(name if len(values or ()) == 1 else f"{name} of {_heads(heads)}")
     return " and ".join(found)
 
 
@@ -389,16 +404,18 @@ def _show_all(scales: _Scales) -> str:
     return " ".join(f"{name}={_show(scale)}" for name, scale in scales.items())
 
 
-def _show(scale: torch.Tensor | None) -> str:
+def _show(values: _Values | None) -> str:
+    if values is None:
+        return "unset"
+    if len(values) == 1:
+        return repr(values[0])
+    shown = [repr(value) for value in values]
+    if len(shown) > _MOST_VALUES_SHOWN:
+        shown[_MOST_VALUES_SHOWN:] = [f"... {len(values)} heads"]
+    return f"[{', '.join(shown)}]"
+
+
+def _shape(scale: torch.Tensor | float | None) -> str:
     if scale is None:
         return "unset"
-    if scale.numel() == 1:
-        return repr(float(scale.item()))
-    values = [repr(value) for value in scale.tolist()]
-    if len(values) > _MOST_VALUES_SHOWN:
-        values[_MOST_VALUES_SHOWN:] = [f"... {len(values)} heads"]
-    return f"[{', '.join(values)}]"
-
-
-def _shape(scale: torch.Tensor | None) -> str:
-    return "unset" if scale is None else str(tuple(scale.shape))
+    return str(tuple(scale.shape)) if isinstance(scale, torch.Tensor) else "()"

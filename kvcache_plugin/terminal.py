@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 #: Columns of a terminal that no table fills.
 _WIDE: Final = 100_000
-#: Fewer files are read before anybody has seen a bar.
-_MANY_FILES: Final = 8
+#: Fewer are done before anybody has seen a bar.
+_MANY: Final = 8
 
 
 def print_table(
@@ -77,8 +77,11 @@ def progress_line() -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows how many of many files are done, on a terminal; elsewhere, or of few, nothing."""
+def progress_bar(what: str, *, redraws_itself: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """Shows how many of many are done, on a terminal; elsewhere, or of few, nothing.
+
+    :param redraws_itself: in between, too, from a thread, which disturbs what is timed.
+    """
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -89,13 +92,14 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
         with progress_line() as show:
             yield lambda done, total: show(f"{what}: {done} of {total}") if _many(total) else None
         return
-    bar = Progress(console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    bar = Progress(console=console, transient=True, auto_refresh=redraws_itself)
     task = bar.add_task(what, total=None)
 
     def advance(done: int, total: int) -> None:
         if _many(total):
             bar.start()
-            bar.update(task, completed=done, total=total)
+            bar.update(task, completed=done, total=total, refresh=not redraws_itself)
 
     try:
         yield advance
@@ -104,8 +108,8 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
             bar.stop()
 
 
-def _many(files: int) -> bool:
-    return files >= _MANY_FILES
+def _many(total: int) -> bool:
+    return total >= _MANY
 
 
 def _print_plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

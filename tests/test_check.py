@@ -31,6 +31,7 @@ from tests.checkpoints_on_disk import (
     write_shards,
 )
 from tests.example_checkpoints import BROKEN, SOUND, write_examples
+from tests.json_page import is_of, schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -305,30 +306,6 @@ def objects(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield "Pair", layer[side]
 
 
-def schema() -> dict[str, dict[str, str]]:
-    """The fields of each object and their types, as the page has them."""
-    section = PAGE.partition("\n## `--json`\n")[2]
-    parts = (part.partition("\n") for part in section.split("\n### ")[1:])
-    return {
-        heading: dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", body, re.MULTILINE))
-        for heading, _, body in parts
-    }
-
-
-def is_of(kind: str, value: Any) -> bool:
-    kind = kind.strip()
-    if kind.endswith(" or null"):
-        return value is None or is_of(kind.removesuffix(" or null"), value)
-    if kind.startswith("list of "):
-        one = {"texts": "text", "numbers": "number", "whole numbers": "whole number"}
-        item = kind.removeprefix("list of ")
-        return isinstance(value, list) and all(is_of(one.get(item, "object"), v) for v in value)
-    if kind == "number":
-        return value in ("nan", "inf", "-inf") or type(value) in (int, float)
-    types = {"text": str, "boolean": bool, "whole number": int}
-    return type(value) is types.get(kind, dict)
-
-
 REPORTS = [
     ("Llama-FP8",),
     ("Llama-FP8-broken", "--against", "Llama-FP8"),
@@ -352,7 +329,7 @@ def _odd_checkpoints() -> None:
 @pytest.mark.usefixtures("_odd_checkpoints")
 @pytest.mark.parametrize("arguments", REPORTS, ids=" ".join)
 def test_json_is_what_the_page_says(as_json: Any, arguments: tuple[str, ...]) -> None:
-    fields = schema()
+    fields = schema(PAGE, "`--json`")
     for name, found in objects(as_json(*arguments)):
         assert set(found) == set(fields[name]), name
         for field, value in found.items():
@@ -362,7 +339,7 @@ def test_json_is_what_the_page_says(as_json: Any, arguments: tuple[str, ...]) ->
 @pytest.mark.usefixtures("_odd_checkpoints")
 def test_every_object_of_the_page_is_in_some_report(as_json: Any) -> None:
     seen = {name for arguments in REPORTS for name, _ in objects(as_json(*arguments))}
-    assert seen == set(schema())
+    assert seen == set(schema(PAGE, "`--json`"))
 
 
 @pytest.mark.usefixtures("_odd_checkpoints")

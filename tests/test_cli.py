@@ -83,7 +83,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], *([name, "--help"] for name in ("explain", "selftest", "check"))]
+    "arguments",
+    [["--help"], *([name, "--help"] for name in ("explain", "selftest", "check", "bench"))],
 )
 def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
     code = (

@@ -587,15 +587,6 @@ class DoublesEachTimeMore(Right):
         return scales.converted(self.factor)
 
 
-class ConvertsInPlace(Right):
-    def convert(self, scales: kv.KVScales, name: str) -> Any:
-        if isinstance(scales.k, torch.Tensor):
-            scales.k.mul_(2)
-            scales.v.mul_(2)
-            return scales
-        return scales.for_fnuz()
-
-
 class NarrowsBeforeItMultiplies(Right):
     def dequantize(self, quantized: kv.QuantizedKV, dtype: torch.dtype) -> Any:
         return quantized.data.to(dtype) * heads(quantized.scale).to(dtype)
@@ -777,7 +768,6 @@ WRONG: tuple[tuple[type[Right], str, str, str], ...] = (
     (DoublesTwice, FNUZ, "scale_conversion", r"k becomes \[0\.2\] instead of \[0\.1\]"),
     (DoublesTheDefault, FNUZ, "default_scales", r"k becomes \[2\.0\] instead of \[1\.0\]"),
     (DoublesNothing, FNUZ, "scale_conversion scale_conversion_per_head", r"k becomes \[0\.05\]"),
-    (ConvertsInPlace, FNUZ, "scale_conversion_per_head", r"changes the tensors that it is given"),
     (DoublesEachTimeMore, FNUZ, "scale_conversion_repeated", r"becomes \[.*\] instead of \["),
     (
         NarrowsBeforeItMultiplies,

@@ -21,6 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvcache_plugin as kv
+from kvcache_plugin.scales import _has_reciprocal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -1001,3 +1002,43 @@ def test_the_sides_are_alike(scale: float | None) -> None:
         backward = validate(other, scale)
         assert (forward.k, forward.v) == (backward.v, backward.k)
         assert (forward.k_source, forward.v_source) == (backward.v_source, backward.k_source)
+
+
+def test_a_reciprocal_is_there_where_float32_has_one() -> None:
+    """Beside torch's own arithmetic, for each of the numbers around the smallest that has one."""
+    smallest = 2.0**-128
+    around = torch.tensor([smallest]).view(torch.int32) + torch.arange(-3000, 3000)
+    rare = torch.tensor([1, 2, 0x7F7FFFFF, 0x00800000, 0x007FFFFF, 0x3F800000])
+    numbers = torch.cat([around, rare]).to(torch.int32).view(torch.float32)
+    expected = numbers.reciprocal().isfinite().tolist()
+    assert [_has_reciprocal(x) for x in numbers.tolist()] == expected
+    assert True in expected
+    assert False in expected
+    # Halfway between two of float32, and what is rounded to 0 there.
+    for number in (smallest * (1 + 2.0**-22), smallest * (1 + 2.0**-23), 2.0**-150, 1e-320):
+        one = torch.tensor(number, dtype=torch.float64).float()
+        assert _has_reciprocal(number) == bool(one.reciprocal().isfinite())
+
+
+def test_a_hook_that_converts_in_place_changes_nothing_of_the_callers() -> None:
+    class InPlace:
+        @kv.hookimpl
+        def validate_kv_scales(self, scales: kv.KVScales) -> kv.KVScales:
+            assert isinstance(scales.k, torch.Tensor)
+            assert isinstance(scales.v, torch.Tensor)
+            scales.k.mul_(2)
+            scales.v.mul_(2)
+            return scales
+
+    plugin = InPlace()
+    kv.register(plugin, "in_place")
+    try:
+        raw = torch.tensor([0.25, 0.5], dtype=torch.float64)
+        for _ in range(2):
+            scales = validate(raw, None, granularity="head", num_kv_heads=2)
+            # K's tensor is not V's, either: each is doubled once.
+            assert_heads(scales.k, [0.5, 1.0])
+            assert_heads(scales.v, [0.5, 1.0])
+        assert raw.tolist() == [0.25, 0.5]
+    finally:
+        kv.unregister(plugin)

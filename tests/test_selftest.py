@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kvcache_plugin as kv
-from kvcache_plugin import cli, device, formats, manager, selftest
+from kvcache_plugin import cli, device, formats, machine, manager
 from kvcache_plugin.conformance import cases
 from kvcache_plugin.hardware import cpu_reference
 
@@ -352,13 +352,13 @@ def test_an_architecture_is_the_first_card_that_has_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.version, "hip", None)
     device._of_card.cache_clear()
     try:
-        assert selftest.find_device("sm_90") == torch.device("cuda:1")
+        assert machine.find_device("sm_90") == torch.device("cuda:1")
         with pytest.raises(kv.KVCacheError, match="cuda:0 is sm_80, cuda:1 is sm_90, cuda:2 is"):
-            selftest.find_device("sm_100")
+            machine.find_device("sm_100")
     finally:
         device._of_card.cache_clear()
 
 
 def test_the_cpu_is_the_default_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert selftest.find_device(None) == torch.device("cpu")
+    assert machine.find_device(None) == torch.device("cpu")

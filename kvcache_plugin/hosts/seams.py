@@ -431,3 +431,68 @@ SEAMS: Final = (
     SGLANG_FUSED_WRITE,
     *SGLANG_NVFP4_NEEDS,
 )
+
+# What only `kvcache-plugin bench --peers` calls. Nothing is changed there, and no engine needs
+# them, so they are no part of SEAMS.
+VLLM_PEER_CPU_WRITE: Final = Seam(
+    "vllm",
+    "vllm._custom_ops",
+    "cpu_attn_reshape_and_cache",
+    (
+        "key",
+        "value",
+        "key_cache",
+        "value_cache",
+        "slot_mapping",
+        "isa",
+        "k_scale",
+        "v_scale",
+        "kv_cache_dtype",
+    ),
+    "times vLLM's write of FP8 caches on the CPU",
+)
+VLLM_PEER_CPU_ISA: Final = Seam(
+    "vllm",
+    "vllm.v1.attention.backends.cpu_attn",
+    "_get_attn_isa",
+    ("dtype", "block_size", "head_size", "kv_cache_dtype"),
+    "tells which of its kernels vLLM writes with",
+)
+VLLM_PEER_CUDA_WRITE: Final = Seam(
+    "vllm",
+    "vllm._custom_ops",
+    "reshape_and_cache_flash",
+    (
+        "key",
+        "value",
+        "key_cache",
+        "value_cache",
+        "slot_mapping",
+        "kv_cache_dtype",
+        "k_scale",
+        "v_scale",
+    ),
+    "times vLLM's write of FP8 caches on CUDA",
+)
+SGLANG_PEER_FP4_QUANTIZE: Final = Seam(
+    "sglang",
+    "sglang.srt.layers.quantization.kvfp4_tensor",
+    "FP4MXBlock16KVQuantizeUtil.batched_quantize",
+    ("tensor",),
+    "times SGLang's FP4 quantizer that is no NVFP4",
+)
+SGLANG_PEER_FP4_DEQUANTIZE: Final = Seam(
+    "sglang",
+    "sglang.srt.layers.quantization.kvfp4_tensor",
+    "FP4MXBlock16KVQuantizeUtil.batched_dequantize",
+    ("quant_tensor", "scale_factors", "dtype"),
+    "times its way back",
+)
+#: Together with ``SGLANG_CPU_WRITE``.
+PEERS: Final = (
+    VLLM_PEER_CPU_WRITE,
+    VLLM_PEER_CPU_ISA,
+    VLLM_PEER_CUDA_WRITE,
+    SGLANG_PEER_FP4_QUANTIZE,
+    SGLANG_PEER_FP4_DEQUANTIZE,
+)

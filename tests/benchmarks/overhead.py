@@ -78,7 +78,9 @@ def main() -> None:
         f"{'':44}{'directly':>16}{'through the hooks':>20}{'more':>16}{'ratio':>9}"
     )
     for row in _rows():
-        direct, public = _timed(row)
+        direct, public = (
+            [min(times), statistics.median(times)] for times in zip(*rounds(row), strict=True)
+        )
         more = [after - before for before, after in zip(direct, public, strict=True)]
         print(
             f"{row.what:44}{_two(direct):>16}{_two(public):>20}{_two(more):>16}"
@@ -91,15 +93,16 @@ def _rows() -> Iterator[Row]:
     kv.register(nothing, "nothing")
     # The scale of a prepared result is the caller's, which a number is not.
     for name in ("fp8_e4m3", "nvfp4"):
-        yield from _rows_of("nothing", nothing, name)
+        yield from rows_of("nothing", nothing, name)
     kv.unregister(nothing)
     for name in ("fp8_e4m3", "nvfp4"):
-        yield from _rows_of("CPU reference", cpu_reference, name)
+        yield from rows_of("CPU reference", cpu_reference, name)
         yield _number_row(name)
 
 
-def _rows_of(who: str, plugin: Any, name: str) -> Iterator[Row]:
-    key = torch.randn(SHAPE).to(torch.bfloat16)
+def rows_of(who: str, plugin: Any, name: str, shape: tuple[int, ...] = SHAPE) -> Iterator[Row]:
+    """The calls of a plugin. ``Nothing`` is given what it answers, anew for the last of them."""
+    key = torch.randn(shape).to(torch.bfloat16)
     value, scale = key.clone(), torch.tensor([0.05])
     quantized = cpu_reference.quantize_kv(key, scale, name, CPU, None)
     out = cpu_reference.quantize_kv(key, scale, name, CPU, None)
@@ -158,13 +161,10 @@ def _number_row(name: str) -> Row:
     )
 
 
-def _timed(row: Row) -> tuple[list[float], list[float]]:
-    """Smallest and median time of a direct call, and of a public one."""
-    direct, public = [], []
+def rounds(row: Row) -> Iterator[tuple[float, float]]:
+    """Microseconds of a direct call and of a public one, in turns."""
     for _ in range(ROUNDS):
-        direct.append(_once(row.direct))
-        public.append(_once(row.public))
-    return [min(direct), statistics.median(direct)], [min(public), statistics.median(public)]
+        yield _once(row.direct), _once(row.public)
 
 
 def _once(call: Callable[[], object]) -> float:

@@ -1,0 +1,1 @@
+"""What ``kvcache-plugin bench`` measures, and how it is said."""
