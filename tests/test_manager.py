@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from tests.conftest import Register
 
 ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.usefixtures("reference_serves")
+
 CPU = kv.Device("cpu")
 DEVICES = (CPU, kv.Device.parse("sm_90"), kv.Device.parse("gfx942"), kv.Device("npu", "npu_v2"))
 FORMATS = ("fp8_e4m3", "fp8_e5m2", "nvfp4")

@@ -252,17 +252,17 @@ INLINE void quantize_chunk(
         block_scales[b] = (uint8_t)(code | sign >> 24);
         float served = float_of(bits_of(decode(code, e4m3.mantissa, e4m3.lowest)) | sign);
         float reciprocal = 1.0f / (served * scale);
-        reciprocal = reciprocal < FLOAT32_MAX ? reciprocal : FLOAT32_MAX;
-        /* 0 also where the scale of the block is NaN: then each code is 0. */
-        reciprocals[b] = code == 0 || code == e4m3.nan ? 0.0f : reciprocal;
+        reciprocal = reciprocal > FLOAT32_MAX ? FLOAT32_MAX : reciprocal;
+        /* Each code is 0 where the reciprocal is NaN, or negative, as nobody's scales make it. */
+        reciprocal = code == e4m3.nan ? 0.0f : reciprocal;
+        reciprocals[b] = code != 0 && reciprocal > 0.0f ? reciprocal : 0.0f;
     }
     for (int b = 0; b < CHUNK; b++)
         for (int i = 0; i < BLOCK; i++)
             spread[b * BLOCK + i] = reciprocals[b];
 
     /* NaN is 0, and so is an infinity where its reciprocal can be 0: their product would be NaN. */
-    float reach = fabsf(448.0f * scale);
-    uint32_t most = infinity_of(dtype) - (reach <= FLOAT32_MAX ? 0 : 1);
+    uint32_t most = infinity_of(dtype) - (bits_of(448.0f * scale) < EXPONENT ? 0 : 1);
     for (int i = 0; i < CHUNK * BLOCK; i++) {
         uint32_t magnitude = magnitude_at(x, i, dtype);
         magnitude = magnitude > most ? 0 : magnitude;
