@@ -30,6 +30,7 @@ bench: $(VENV)/ready
 	$(BIN)/python -m tests.benchmarks.startup
 	$(BIN)/python -m tests.benchmarks.overhead
 	$(BIN)/python -m tests.benchmarks.checkpoint
+	$(BIN)/python -m tests.benchmarks.cpu
 
 # Damaged files and configurations, many more of them than in `make test`: some minutes.
 fuzz: $(VENV)/ready

@@ -1231,7 +1231,7 @@ def test_a_plugin_that_calls_us_while_it_is_imported_sees_what_is_there(tmp_path
         show = {"seen": kv_test_eager.seen, "codes": kv_test_eager.codes, "chosen": chosen}
         """,
     )
-    assert shown == {"seen": ["cpu_reference"], "codes": [[1.0, 1.0]], "chosen": ["eager"]}
+    assert shown == {"seen": ["cpu_fast"], "codes": [[1.0, 1.0]], "chosen": ["eager"]}
 
 
 def test_a_search_that_was_interrupted_is_made_again(tmp_path: Path) -> None:

@@ -172,9 +172,8 @@ def _print_rates(title: str, key: torch.Tensor, rows: list[Row]) -> None:
     print(f"\n{title}: GB of bfloat16 per second, ratio to the first, fraction of the copy's bytes")
     for row, rate in zip(all_rows, rates, strict=True):
         # The copy reads and writes two bytes for each value.
-        reached = (
-            f"{rate * row.bytes_per_value / 4 / rates[-1]:8.0%}" if row.bytes_per_value else ""
-        )
+        fraction = rate * row.bytes_per_value / 4 / rates[-1]
+        reached = f"{fraction:8.0%}" if fraction else ""
         print(f"  {row.what:32}{rate:8.2f}{rate / rates[0]:8.1f}{reached}")
 
 
