@@ -239,6 +239,8 @@ INLINE void quantize_chunk(
     float reciprocals[CHUNK], spread[CHUNK * BLOCK];
     uint8_t codes[CHUNK * BLOCK];
 
+    /* The largest magnitude whose block has a code of 0 for a scale that is negative or NaN. */
+    uint32_t hopeless = bits_of(scale) > EXPONENT ? infinity_of(dtype) : UINT32_MAX;
     block_maxima(x, largest, dtype);
     for (int b = 0; b < CHUNK; b++) {
         float ideal = value_of(largest[b], dtype) / (6.0f * scale);
@@ -252,10 +254,11 @@ INLINE void quantize_chunk(
         block_scales[b] = (uint8_t)(code | sign >> 24);
         float served = float_of(bits_of(decode(code, e4m3.mantissa, e4m3.lowest)) | sign);
         float reciprocal = 1.0f / (served * scale);
-        reciprocal = reciprocal > FLOAT32_MAX ? FLOAT32_MAX : reciprocal;
-        /* Each code is 0 where the reciprocal is NaN, or negative, as nobody's scales make it. */
-        reciprocal = code == e4m3.nan ? 0.0f : reciprocal;
-        reciprocals[b] = code != 0 && reciprocal > 0.0f ? reciprocal : 0.0f;
+        reciprocal = reciprocal < FLOAT32_MAX ? reciprocal : FLOAT32_MAX;
+        /* 0 also where it is NaN, or negative: then each code is 0. With a mask, since compilers
+         * make branches of a choice, and do not vectorise them. */
+        uint32_t is_used = (code != 0) & (code != e4m3.nan) & (largest[b] != hopeless);
+        reciprocals[b] = float_of(bits_of(reciprocal) & -is_used);
     }
     for (int b = 0; b < CHUNK; b++)
         for (int i = 0; i < BLOCK; i++)
