@@ -36,6 +36,7 @@ bench: $(VENV)/ready
 	$(BIN)/python -m tests.benchmarks.loaded
 	$(BIN)/python -m tests.benchmarks.overhead
 	$(BIN)/python -m tests.benchmarks.checkpoint
+	$(BIN)/python -m tests.benchmarks.cpu
 	$(BIN)/python -m tests.benchmarks.decoding
 
 # Damaged files and configurations, many more of them than in `make test`: some minutes.

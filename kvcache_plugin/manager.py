@@ -51,6 +51,7 @@ OWN_DISTRIBUTION: Final = f"kvcache-plugin {__version__}"
 #: distribution is registered later, and so comes before all of these.
 BUILT_IN: Final = (
     "cpu_reference",
+    "cpu_fast",
     "triton_gpu",
     "rocm_fnuz",
     "cuda_sm120",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pytest
 
 import kvcache_plugin as kv
+from kvcache_plugin import manager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,3 +35,13 @@ def register() -> Iterator[Register]:
     for plugin in reversed(registered):
         with suppress(kv.KVCacheError):
             kv.unregister(plugin)
+
+
+@pytest.fixture(scope="module")
+def reference_serves() -> Iterator[None]:
+    """The CPU is left to the reference, in all tests of a module."""
+    found = manager.Manager(frozenset({"cpu_fast"}))
+    found.discover()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "_manager", found)
+        yield

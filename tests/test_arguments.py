@@ -616,7 +616,8 @@ def test_quantizing_reads_nothing(name: str, device: str, with_out: bool, kind: 
     kv.quantize_kv(tensor, scale, name)  # the choice of an implementation is made once
     with NoSync() as watch:
         result = kv.quantize_kv(tensor, scale, name, out=out)
-    assert watch.seen
+    # With buffers to fill, the C kernels of the CPU need no operation of torch's.
+    assert watch.seen or (with_out and device == "cpu")
     assert {result.data.device.type, result.scale.device.type} == {device}
 
 

@@ -154,7 +154,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
 def test_explain_with_nothing_left_is_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVCACHE_PLUGIN_BLOCK", "cpu_reference")
+    monkeypatch.setenv("KVCACHE_PLUGIN_BLOCK", "cpu_fast,cpu_reference")
     status, rows = run_json(capsys, "explain", "--device", "cpu", "--kv-cache-dtype", "nvfp4")
     assert status == cli.WRONG
     assert {row["name"]: row["reason"] for row in rows}["cpu_reference"].startswith("blocked by")
@@ -182,7 +182,7 @@ def test_demo_refuses_the_corrupt_layer_and_no_other(capsys: pytest.CaptureFixtu
 def test_demo_without_an_implementation_is_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVCACHE_PLUGIN_BLOCK", "cpu_reference")
+    monkeypatch.setenv("KVCACHE_PLUGIN_BLOCK", "cpu_fast,cpu_reference")
     assert cli.main(["demo"]) == cli.WRONG
     assert "no implementation serves this" in capsys.readouterr().err
 
@@ -261,7 +261,7 @@ def test_demo_says_it_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo"]) == cli.FINE
     printed = capsys.readouterr().out
     assert "KVScaleError: model.layers.2.self_attn: fp8 KV cache scales must be finite" in printed
-    assert "nvfp4         cpu_reference" in printed
+    assert "nvfp4         cpu_fast" in printed
 
 
 def test_a_terminal_gets_a_table_too() -> None:

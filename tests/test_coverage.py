@@ -195,7 +195,7 @@ class TestCoverage:
         load_model(tmp_path, layer(0, 0.05, 0.06), layer(1, 0.04, 0.07))
         (record,) = caplog.records
         assert record.getMessage().endswith(
-            "checked the K/V scales of 2 layers (fp8_e4m3 on cpu, cpu_reference): 2 from the "
+            "checked the K/V scales of 2 layers (fp8_e4m3 on cpu, cpu_fast): 2 from the "
             "checkpoint, 0 duplicated, 0 default; K 0.04 to 0.05, V 0.06 to 0.07; every scale in "
             "the files arrived"
         )
@@ -367,7 +367,7 @@ class TestReport:
         assert first == second
         assert first["model"] == str(checkpoint)
         assert (first["kv_cache_dtype"], first["device"]) == ("fp8_e4m3", "cpu")
-        assert first["validated_by"] == first["quantized_by"] == "cpu_reference"
+        assert first["validated_by"] == first["quantized_by"] == "cpu_fast"
         counts = ("checked", "from_checkpoint", "duplicated", "default")
         assert [first[count] for count in counts] == [2, 1, 1, 0]
         assert first["k_scale"] == [0.04, 0.05]

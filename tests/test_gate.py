@@ -124,7 +124,7 @@ def test_the_active_line_is_said_once_and_counts_what_was_checked(
     (line,) = [r.getMessage() for r in caplog.records if "is active" in r.getMessage()]
     assert line.endswith(
         "is active in Engine, mode strict: checked the K/V scales of 3 layers (fp8_e4m3 on cpu, "
-        "cpu_reference): 3 from the checkpoint, 0 duplicated, 0 default; K 0.05, V 0.06"
+        "cpu_fast): 3 from the checkpoint, 0 duplicated, 0 default; K 0.05, V 0.06"
     )
 
 

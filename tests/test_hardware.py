@@ -18,6 +18,7 @@ DEVICES = (
 
 #: Who would serve the same devices, if the first did not.
 LATER = {
+    "cpu_fast": ("cpu_reference",),
     "triton_gpu": ("cpu_reference",),
     **dict.fromkeys(
         ("cuda_sm90", "cuda_sm100", "cuda_sm120", "rocm_fnuz"), ("triton_gpu", "cpu_reference")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from tests.conftest import Register
 
 ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.usefixtures("reference_serves")
+
 CPU = kv.Device("cpu")
 DEVICES = (CPU, kv.Device.parse("sm_90"), kv.Device.parse("gfx942"), kv.Device("npu", "npu_v2"))
 FORMATS = ("fp8_e4m3", "fp8_e5m2", "nvfp4")
@@ -1229,7 +1231,7 @@ def test_a_plugin_that_calls_us_while_it_is_imported_sees_what_is_there(tmp_path
         show = {"seen": kv_test_eager.seen, "codes": kv_test_eager.codes, "chosen": chosen}
         """,
     )
-    assert shown == {"seen": ["cpu_reference"], "codes": [[1.0, 1.0]], "chosen": ["eager"]}
+    assert shown == {"seen": ["cpu_fast"], "codes": [[1.0, 1.0]], "chosen": ["eager"]}
 
 
 def test_a_search_that_was_interrupted_is_made_again(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_a_wrapper_of_the_pair_runs_around_it(register: Register) -> None:
     assert _row("around").reason == "wraps quantize_kv_pair"
     kv.unregister(plugin)
     _pair()
-    assert around.seen == ["quantize_kv_pair"]
+    assert around.seen == ["quantize_kv_pair"] * 2  # that of the CPU's own implementation
 
 
 def test_one_plugin_may_wrap_the_pair_and_have_one_that_is_not_called(register: Register) -> None:

@@ -56,6 +56,7 @@ GLOBAL_SCALES = (
     *(SMALLEST_FLOAT32, 1e30, 1e36, 1e38, LARGEST_FLOAT32),
 )
 
+pytestmark = pytest.mark.usefixtures("reference_serves")
 both_halves = pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
 every_value_dtype = pytest.mark.parametrize("dtype", VALUE_DTYPES, ids=str)
 every_fp8 = pytest.mark.parametrize("form", FP8, ids=lambda form: form.name)

@@ -146,7 +146,7 @@ def test_what_is_here_conforms(capsys: pytest.CaptureFixture[str]) -> None:
     assert reference["descriptions"]["nvfp4"]["how"].startswith("CPU reference")
     tolerance = {"codes": 0.0, "block_scales": 0.0, "nan": False}
     assert reference["descriptions"]["nvfp4"]["tolerance"] == tolerance
-    for name in set(manager.BUILT_IN) - {"cpu_reference"}:
+    for name in set(manager.BUILT_IN) - {"cpu_fast", "cpu_reference"}:
         assert found[name]["not_run"].startswith("serves ")
         assert not found[name]["is_broken"]
 
@@ -271,7 +271,7 @@ def test_a_blocked_one_is_none(
 def test_with_nothing_to_examine_it_does_not_succeed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVCACHE_PLUGIN_BLOCK", "cpu_reference")
+    monkeypatch.setenv("KVCACHE_PLUGIN_BLOCK", "cpu_fast,cpu_reference")
     assert cli.main(["selftest", "--device", "cpu"]) == cli.WRONG
     assert "no implementation serves cpu" in capsys.readouterr().out
 
@@ -281,8 +281,9 @@ def test_with_nothing_to_examine_it_does_not_succeed(
 
 @pytest.mark.usefixtures("install")
 def test_the_table_counts_for_each_implementation_and_format(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("KVCACHE_PLUGIN_BLOCK", "cpu_fast")
     assert cli.main(["selftest", "--device", "cpu"]) == cli.FINE
     captured = capsys.readouterr()
     lines = [line.split() for line in captured.out.splitlines()]

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvcache_plugin.manager import BUILT_IN, OWN_DISTRIBUTION
+from kvcache_plugin.plugins import SELECTED_HOOKS
 
 pytestmark = pytest.mark.venv
 
@@ -202,16 +203,16 @@ def test_the_venv_holds_the_installed_project(venv: Venv, plain: Outcome) -> Non
 # Who wins
 
 
-def test_the_third_party_implementation_comes_before_the_reference(plain: Outcome) -> None:
+def test_the_third_party_implementation_comes_before_the_built_in_one(plain: Outcome) -> None:
     rows = plain.shown["nvfp4"]
-    example, reference = _row(rows, "example_cpu_nvfp4"), _row(rows, "cpu_reference")
+    example, built_in = _row(rows, "example_cpu_nvfp4"), _row(rows, "cpu_fast")
     assert example["distribution"] == EXAMPLE
     assert example["chosen_for"] == ["quantize_kv"]
     assert example["reason"].startswith("Example NVFP4 on the CPU")
-    assert rows.index(example) < rows.index(reference)
-    assert not reference["chosen"]
-    assert reference["chosen_for"] == ["dequantize_kv", "validate_kv_scales"]
-    assert "example_cpu_nvfp4 comes before it for quantize_kv" in reference["reason"]
+    assert rows.index(example) < rows.index(built_in)
+    assert not built_in["chosen"]
+    assert built_in["chosen_for"] == ["dequantize_kv", "validate_kv_scales"]
+    assert "example_cpu_nvfp4 comes before it for quantize_kv" in built_in["reason"]
 
 
 def test_quantize_kv_goes_through_the_third_party_implementation(plain: Outcome) -> None:
@@ -219,10 +220,10 @@ def test_quantize_kv_goes_through_the_third_party_implementation(plain: Outcome)
     assert plain.shown["back"] <= 0.5
 
 
-def test_a_format_that_it_does_not_serve_stays_with_the_reference(plain: Outcome) -> None:
+def test_a_format_that_it_does_not_serve_stays_with_the_built_in_one(plain: Outcome) -> None:
     rows = plain.shown["fp8"]
-    reference = _row(rows, "cpu_reference")
-    assert reference["chosen_for"] == ["quantize_kv", "dequantize_kv", "validate_kv_scales"]
+    built_in = _row(rows, "cpu_fast")
+    assert built_in["chosen_for"] == list(SELECTED_HOOKS)
     example = _row(rows, "example_cpu_nvfp4")
     assert example["reason"] == "serves nvfp4 on cpu, and this is fp8_e4m3 on cpu"
     assert not example["chosen_for"]
@@ -322,7 +323,7 @@ def test_a_blocked_implementation_is_not_imported_and_the_next_one_serves(venv: 
     row = _row(blocked.shown["rows"], "example_cpu_nvfp4")
     assert (row["distribution"], row["chosen_for"]) == (EXAMPLE, [])
     assert row["reason"] == "blocked by KVCACHE_PLUGIN_BLOCK"
-    assert _row(blocked.shown["rows"], "cpu_reference")["chosen"]
+    assert _row(blocked.shown["rows"], "cpu_fast")["chosen"]
     assert not any("example" in line for line in blocked.warnings)
 
 

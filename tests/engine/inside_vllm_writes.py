@@ -338,7 +338,7 @@ def test_a_layer_is_taken_over_once_and_told_once(records: list[logging.LogRecor
     assert model.layers[0].impl.do_kv_cache_update is first
     lines = [r.getMessage() for r in records if "by its hook" in r.getMessage()]
     assert len(lines) == 2
-    assert lines[0].endswith("(fp8_e4m3 on cpu, cpu_reference)")
+    assert lines[0].endswith("(fp8_e4m3 on cpu, cpu_fast)")
 
 
 def test_compilation_may_not_fuse_the_write_of_a_layer_that_is_taken_over() -> None:

@@ -110,7 +110,7 @@ def test_sound_scales_change_nothing(run: Runner) -> None:
     (line,) = [line for line in with_plugin.log.splitlines() if "kvcache_plugin" in line]
     assert re.search(
         r"kvcache_plugin \S+ is active.*, mode strict: checked the K/V scales of 2 layers "
-        r"\(fp8_e4m3 on cpu, cpu_reference\): 2 from the checkpoint, 0 duplicated, 0 default; "
+        r"\(fp8_e4m3 on cpu, cpu_fast\): 2 from the checkpoint, 0 duplicated, 0 default; "
         r"K 0\.04 to 0\.05, V 0\.06 to 0\.07; every scale in the files arrived",
         line,
     )

@@ -151,8 +151,8 @@ def test_it_serves_and_says_so(nvfp4: Served, scales: list[tuple[float, float]])
     ]
     (serves,) = [line for line in lines if "serves --kv-cache-dtype=nvfp4 on torch_native" in line]
     assert "INFO" in serves
-    assert "cpu_reference quantizes what is written" in serves
-    assert "nvfp4 on cpu, cpu_reference): 2 from the checkpoint" in nvfp4.log
+    assert "cpu_fast quantizes what is written" in serves
+    assert "nvfp4 on cpu, cpu_fast): 2 from the checkpoint" in nvfp4.log
     assert [line for line in lines if "WARNING" in line or "ERROR" in line] == []
 
 
