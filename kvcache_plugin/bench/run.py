@@ -131,10 +131,22 @@ def run(
     :param progress: is told how many rounds of how many are done.
     :raises KVCacheError: for a format that nobody brings.
     """
+    to_do = contests(device, kv_cache_dtypes, with_peers=with_peers)
+    return time_contests(to_do, device, tokens=tokens, progress=progress, clock=clock)
+
+
+def time_contests(
+    to_do: Sequence[Contest],
+    device: torch.device,
+    *,
+    tokens: Sequence[int],
+    progress: Progress | None = None,
+    clock: Clock = time.perf_counter,
+) -> Bench:
+    """Time the contestants of contests; the arguments of ``run``."""
     stopwatch = Stopwatch(device, clock)
     begun = stopwatch.now()
     load = os.getloadavg()[0]
-    to_do = contests(device, kv_cache_dtypes, with_peers=with_peers)
     sizes = sorted(set(tokens))
     rounds = _Rounds(len(to_do) * len(sizes) * _ROUNDS, progress)
     results = []
