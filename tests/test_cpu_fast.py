@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import platform
 import re
 import stat
 import subprocess
 import sys
+import time
 from collections import Counter
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvcache_plugin as kv
 from kvcache_plugin.conformance import inputs
@@ -22,7 +27,7 @@ from kvcache_plugin.hardware import cpu_check, cpu_fast, cpu_launch, cpu_library
 from kvcache_plugin.testing import ConformanceSuite
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 CPU = kv.Device("cpu")
@@ -275,6 +280,69 @@ def test_what_has_no_address_is_passed_on() -> None:
     assert passed == [None]
 
 
+class Watching(TorchDispatchMode):
+    """Sees each operation, as tracers and debuggers do."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def traced(function: Callable[..., Any], x: torch.Tensor) -> Any:
+    return torch.jit.trace(function, (x,), check_trace=False)
+
+
+def watched(function: Callable[..., Any], x: torch.Tensor) -> Any:
+    def call(y: torch.Tensor) -> Any:
+        with Watching():
+            return function(y)
+
+    return call
+
+
+TRANSFORMS = {
+    "jit.trace": traced,
+    "make_fx": lambda function, x: make_fx(function)(x),
+    "functionalize": lambda function, x: torch.func.functionalize(function),
+    "a dispatch mode": watched,
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore::torch.jit.TracerWarning", "ignore:.*jit.trace:DeprecationWarning"
+)
+@pytest.mark.parametrize("how", TRANSFORMS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_where_torch_records_what_is_done_it_is_done_by_torch(name: str, how: str) -> None:
+    x, y, scale = inputs.normal(4, 64), inputs.normal(4, 64, seed=1), number(0.02)
+
+    def there_and_back(x: torch.Tensor) -> torch.Tensor:
+        return kv.dequantize_kv(kv.quantize_kv(x, scale, name), dtype=torch.float32)
+
+    transformed = TRANSFORMS[how](there_and_back, x)
+    right = cpu_reference.dequantize_kv(reference(y, scale, name), torch.float32, CPU)
+    assert_same_values(transformed(y), right)
+
+
+def test_tensors_of_zeros_that_have_no_memory() -> None:
+    nothing, x = torch._efficientzerotensor(4, 64), inputs.normal(4, 64)
+    assert cpu_fast.quantize_kv(nothing, number(0.02), NVFP4, None) is None
+    assert cpu_fast.quantize_kv(x, torch._efficientzerotensor(1), "fp8_e4m3", None) is None
+    assert_same(
+        kv.quantize_kv(nothing, number(0.02), NVFP4),
+        reference(torch.zeros(4, 64), number(0.02), NVFP4),
+    )
+
+
+def test_buffers_that_may_not_be_written_to_are_left_as_they_are() -> None:
+    x, scale = inputs.normal(4, 64), number(0.02)
+    data = torch.zeros(4, 64).to(torch.float8_e4m3fn).requires_grad_()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        kv.quantize_kv(x, scale, "fp8_e4m3", out=kv.QuantizedKV(data, None, scale, "fp8_e4m3"))
+    assert not data.float().any()
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_pair_is_two_calls(name: str) -> None:
     key, value = inputs.normal(4, 2, 64), inputs.normal(3, 5, 128, seed=1)
@@ -393,6 +461,46 @@ def test_a_damaged_library_is_compiled_anew(home: Path, caplog: pytest.LogCaptur
     assert whole.stem == cpu_library._hash(whole)
 
 
+@pytest.mark.filterwarnings(
+    "ignore::torch.jit.TracerWarning", "ignore:.*jit.trace:DeprecationWarning"
+)
+@pytest.mark.parametrize("how", [*TRANSFORMS, "func.grad", "fake tensors"])
+def test_it_is_compiled_whatever_torch_does_meanwhile(how: str, home: Path) -> None:
+    """The comparison with the reference is not what is traced, or faked."""
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        load()
+        return x.sum()
+
+    x = inputs.normal(4, 64)
+    if how == "func.grad":
+        torch.func.grad(first)(x)
+    elif how == "fake tensors":
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            first(x)
+    else:
+        TRANSFORMS[how](first, x)(x)
+    assert len(libraries(home)) == 1
+
+
+def test_it_is_compiled_where_the_process_rounds_otherwise(home: Path) -> None:
+    upward = {"x86_64": 0x800, "aarch64": 0x400000}[platform.machine()]
+    code = f"import ctypes; ctypes.CDLL('libm.so.6').fesetround({upward})\n"
+    run_python(f"import torch\nfrom kvcache_plugin.hardware import cpu_check\n{code}{LOADS}")
+    assert len(libraries(home)) == 1
+
+
+def test_what_is_in_the_folder_and_is_no_library(home: Path) -> None:
+    load()
+    (library,) = libraries(home)
+    library.unlink()
+    nonsense = b"no library"
+    library.with_name(f"{hashlib.sha256(nonsense).hexdigest()}.so").write_bytes(nonsense)
+    library.with_name("a.so").mkdir()
+    load()
+    assert sorted(path.name for path in libraries(home)) == sorted(["a.so", library.name])
+
+
 LOADS = """
 from kvcache_plugin.hardware import cpu_check, cpu_library
 cpu_library.load(cpu_check.what_is_wrong)
@@ -446,8 +554,47 @@ def test_compilers_that_fail(home: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("CC", script(tmp_path / "makes_nothing", "#!/bin/sh\nexit 0\n"))
     assert "failed to compile it" in why_not()
     monkeypatch.setattr(cpu_library, "_PATIENCE", 0.3)
-    monkeypatch.setenv("CC", script(tmp_path / "hangs", "#!/bin/sh\nsleep 60 & sleep 60\n"))
-    assert "did not end within 0.3 s, and was stopped" in why_not()
+    for first in ("sleep", "setsid sleep"):
+        hangs = script(tmp_path / "hangs", f"#!/bin/sh\n{first} 60 & sleep 60\n")
+        monkeypatch.setenv("CC", hangs)
+        began = time.monotonic()
+        assert "did not end within 0.3 s, and was stopped" in why_not()
+        assert time.monotonic() - began < 30
+    assert libraries(home) == []
+
+
+def test_a_compiler_that_leaves_something_running(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.monotonic()
+    monkeypatch.setenv(
+        "CC", script(tmp_path / "cc", '#!/bin/sh\nsetsid sleep 60 &\nexec cc "$@"\n')
+    )
+    load()
+    assert time.monotonic() - began < 30
+
+
+def test_a_compiler_that_says_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "#!/bin/sh\nseq 200000; echo 'no space left'; exit 1\n"
+    monkeypatch.setenv("CC", script(tmp_path / "much", lines))
+    assert len(why_not()) < 1000
+
+
+def test_arithmetic_of_the_process_stays_as_it_is(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some options link a file that flushes subnormals wherever it is loaded."""
+    monkeypatch.setenv("CC", "cc -funsafe-math-optimizations -ffast-math -Ofast")
+    load()
+    assert float(torch.tensor(2.0**-140) * 1.0) == 2.0**-140
+
+
+@pytest.mark.parametrize("program", ["/bin/echo", "/bin/cat", "/bin/false"])
+def test_it_is_not_loaded_where_it_could_not_be_tried(
+    program: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    assert "does not run here" in why_not()
     assert libraries(home) == []
 
 
@@ -465,8 +612,15 @@ def test_a_compiler_that_knows_no_tuning(
     [
         ("448.0f, 3", "400.0f, 3", "is wrong (codes of fp8_e4m3 from torch.bfloat16)"),
         ("0xC8643210u", "0xC8643211u", "is wrong (torch.bfloat16 from codes of nvfp4)"),
-        ("void kvcache_probe(void) {", "void kvcache_probe(void) { __builtin_trap();", "not run"),
+        ("int kvcache_probe(void) {", "int kvcache_probe(void) { __builtin_trap();", "not run"),
+        (
+            "#include <fenv.h>",
+            "#include <fenv.h>\n__attribute__((constructor)) static void at_once(void)"
+            " { __builtin_ia32_ldmxcsr(0x9fc0); }",
+            "does not run here (when it is loaded, subnormal numbers become 0",
+        ),
     ],
+    ids=["codes", "values", "a trap", "arithmetic"],
 )
 def test_a_library_that_is_wrong_is_not_kept(
     old: str, new: str, problem: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -496,6 +650,28 @@ def test_caches_that_cannot_be_used(
     for place in (tmp_path / "file", "/proc/1/kvcache-plugin-test"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(place))
         assert "set XDG_CACHE_HOME to a folder that can be written" in why_not()
+
+
+def test_folders_that_others_could_replace(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.umask(0)
+    try:
+        load()
+    finally:
+        os.umask(before)
+    for folder in (home, home / "kvcache-plugin"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    home.chmod(0o777)
+    assert f"{home} can be written by anybody, so nothing is loaded from it" in why_not()
+    home.chmod(0o700)
+    tmp_path.chmod(0o777)
+    assert f"{tmp_path} can be written by anybody" in why_not()
+    tmp_path.chmod(0o1777)
+    load()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "relative")
+    assert why_not() == "HOME='relative' is no absolute path: set XDG_CACHE_HOME"
 
 
 def test_the_reason_is_logged_once(

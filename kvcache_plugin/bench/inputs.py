@@ -73,7 +73,9 @@ class Inputs:
         return [OutBuffers(*parts) for parts in zip(data, scales, strict=True)]
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None) -> Sequence[torch.Tensor]:
-        return torch.split(torch.zeros(shape, dtype=dtype, device=self.device), self.tokens)
+        # Written to, since a system hands out memory page by page when it is first touched.
+        whole = torch.empty(shape, dtype=dtype, device=self.device).zero_()
+        return torch.split(whole, self.tokens)
 
     def codes(self, sample: QuantizedKV) -> Sequence[QuantizedKV]:
         """What quantizing each K gives.

@@ -465,12 +465,16 @@ void kvcache_run(const job *j) {
     }
 }
 
-/* Runs each kernel once: an instruction that the machine does not have ends the process here. */
-void kvcache_probe(void) {
-    enum { VALUES = (2 * CHUNK + 6) * BLOCK };
+/* Undoes for the calling thread what the process has set: rounding, subnormals that are zero. */
+void kvcache_usual_arithmetic(void) { fesetenv(FE_DFL_ENV); }
+
+/* Runs each kernel once: an instruction that the machine does not have ends the process here.
+ * Returns how many there are. */
+int kvcache_probe(void) {
+    enum { KERNELS = 24, VALUES = (2 * CHUNK + 6) * BLOCK };
     static float values[VALUES], scale = 0.5f;
     static uint8_t data[VALUES], block_scales[VALUES / BLOCK];
-    for (int64_t kernel = 0; kernel < 24; kernel++) {
+    for (int64_t kernel = 0; kernel < KERNELS; kernel++) {
         job j = {
             .operation = kernel % 2, .dtype = kernel / 2 % 3, .format = kernel / 6,
             .heads = 1, .threads = 2, .width = VALUES, .dims = 0,
@@ -479,4 +483,5 @@ void kvcache_probe(void) {
         };
         kvcache_run(&j);
     }
+    return KERNELS;
 }

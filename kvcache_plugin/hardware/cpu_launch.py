@@ -1,7 +1,8 @@
 """K, V and buffers as the C kernels take them: addresses, lengths and strides.
 
-What has no address here is passed on: tensors of other types, and those that stand for others while
-torch traces or transforms a function.
+What cannot be done here is passed on: with tensors that have no address, be it for their type, or
+since they stand for others while torch transforms a function; and with those whose use torch
+records, as when it traces a function: it does not see what C does.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _FORMATS: Final = {"fp8_e4m3": 0, "fp8_e5m2": 1, "fp8_e4m3fnuz": 2, "nvfp4": 3}
 #: Numbers of a job without its geometry, and the format of one that is a row.
 _FIELDS: Final = 9
 _PACKED: Final = "11q"
+#: An address that is not used.
+_NOTHING: Final = 1
 #: How many leading dimensions a job can have.
 _MOST_DIMS: Final = 8
 
@@ -35,6 +38,10 @@ _FP8_DTYPES: Final = {
     "fp8_e5m2": torch.float8_e5m2,
     "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
 }
+
+# torch has public names for neither; for the first one, none that is as fast.
+_tracing_state: Final = torch._C._get_tracing_state
+_modes: Final = torch._C._len_torch_dispatch_stack
 
 #: Other types may be anything, and so may be what they have for memory.
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
@@ -52,15 +59,17 @@ def quantize(
     kv_cache_dtype: str,
     out: OutBuffers | None,
 ) -> QuantizedKV | None:
-    """Quantize K or V; ``None`` for tensors that have no address."""
+    """Quantize K or V; ``None`` for tensors that have no address, or whose use is recorded."""
     if out is None:
         data, block_scales = _new_buffers(tensor, kv_cache_dtype)
     else:
         data, block_scales = out
+        if data.requires_grad:  # which a write of torch's own may refuse
+            return None
         if not _has_rows(data) or not (block_scales is None or _has_rows(block_scales)):
             made = quantize(library, tensor, scale, kv_cache_dtype, None)
             return None if made is None else _copied(made, data, block_scales)
-    if not _are_plain(tensor, data, block_scales, scale):
+    if _is_recording() or not _are_plain(tensor, data, block_scales, scale):
         return None
     source = _readable(tensor)
     if not _run(library, _QUANTIZE, kv_cache_dtype, source, data, block_scales, scale):
@@ -69,11 +78,11 @@ def quantize(
 
 
 def dequantize(library: Library, quantized: QuantizedKV, dtype: torch.dtype) -> torch.Tensor | None:
-    """The values of the codes, rounded once to ``dtype``; ``None`` for codes without an address."""
+    """The values of the codes, rounded once to ``dtype``; ``None`` as ``quantize`` has it."""
     data, block_scales, scale = quantized.data, quantized.block_scales, quantized.scale
     shape = data.shape if block_scales is None else (*data.shape[:-1], 2 * data.shape[-1])
     values = torch.empty(shape, dtype=dtype, device=data.device)
-    if not _are_plain(values, data, block_scales, scale):
+    if _is_recording() or not _are_plain(values, data, block_scales, scale):
         return None
     data = _readable(data)
     block_scales = None if block_scales is None else _readable(block_scales)
@@ -95,30 +104,43 @@ def _run(
     if not count:
         return True
     scale = _readable(scale)
+    addresses = _addresses(values, data, block_scales, scale)
+    if addresses is None:
+        return False
     is_short = count <= _SHORT
     heads = scale.numel()
     geometry = _geometry(values, data, block_scales, heads)
-    try:
-        job = pack(
-            _PACKED if geometry is None else f"{_FIELDS + len(geometry)}q",
-            operation,
-            _DTYPES[values.dtype],
-            _FORMATS[kv_cache_dtype],
-            heads,
-            1 if is_short else _threads(count),
-            values.data_ptr(),
-            data.data_ptr(),
-            0 if block_scales is None else block_scales.data_ptr(),
-            scale.data_ptr(),
-            *((count, 0) if geometry is None else geometry),
-        )
-    except RuntimeError:  # inside torch.func
-        return False
+    job = pack(
+        _PACKED if geometry is None else f"{_FIELDS + len(geometry)}q",
+        operation,
+        _DTYPES[values.dtype],
+        _FORMATS[kv_cache_dtype],
+        heads,
+        1 if is_short else _threads(count),
+        *addresses,
+        *((count, 0) if geometry is None else geometry),
+    )
     if is_short:
         library.run(job)
     else:
         library.run_long(job)
     return True
+
+
+def _addresses(
+    values: torch.Tensor, data: torch.Tensor, block_scales: torch.Tensor | None, scale: torch.Tensor
+) -> tuple[int, int, int, int] | None:
+    """Where the elements are; ``None`` where some are nowhere."""
+    try:
+        found = (
+            values.data_ptr(),
+            data.data_ptr(),
+            _NOTHING if block_scales is None else block_scales.data_ptr(),
+            scale.data_ptr(),
+        )
+    except RuntimeError:  # inside torch.func
+        return None
+    return found if all(found) else None  # 0 while torch makes a function functional
 
 
 def _geometry(
@@ -173,6 +195,11 @@ def _new_buffers(
         torch.empty((*lead, width // 2), dtype=torch.uint8, device=device),
         torch.empty((*lead, width // _VALUES_PER_SCALE), dtype=torch.float8_e4m3fn, device=device),
     )
+
+
+def _is_recording() -> bool:
+    """Whether a tracer or another mode of torch wants to see each operation."""
+    return _tracing_state() is not None or _modes() > 0
 
 
 def _are_plain(

@@ -31,18 +31,26 @@ logger = logging.getLogger(__name__)
 
 SOURCE: Final = Path(__file__).with_name("cpu_kernels.c")
 #: Loads a library and runs every kernel of it. A signal may end this program, and a handler of the
-#: engine's may take its exit status: what counts is what it prints.
+#: engine's may take its exit status: what counts is the line that it prints, which is not in it.
 _PROBE: Final = """
 import ctypes, sys
-ctypes.CDLL(sys.argv[1]).kvcache_probe()
-print("every kernel ran")
+tiny = float("5e-324")
+try:
+    library = ctypes.CDLL(sys.argv[1])
+except OSError as error:
+    sys.exit(str(error))
+if not tiny * 1.0:
+    sys.exit("when it is loaded, subnormal numbers become 0 in the whole process")
+print("kernels that ran:", library.kvcache_probe())
 """
+_PROBED: Final = "kernels that ran: 24"
 
 #: Loops become vector instructions; all values are those of IEEE arithmetic, step by step. Without
 #: traps an operation may be computed for values that then do not need it, which no result shows.
 _FLAGS: Final = (
     *("-std=c11", "-D_GNU_SOURCE", "-O2", "-ftree-vectorize", "-fPIC", "-shared", "-pthread"),
-    *("-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-fno-trapping-math"),
+    *("-ffp-contract=off", "-fno-fast-math", "-fno-unsafe-math-optimizations"),
+    *("-fno-math-errno", "-fno-trapping-math"),
 )
 #: What not every compiler knows, or not for every machine: left out where it is refused.
 _TUNING: Final = ("-march=native", "-fvect-cost-model=dynamic")
@@ -51,6 +59,8 @@ _LIBRARIES: Final = ("-lm",)
 _COMPILERS: Final = ("cc", "gcc", "clang")
 #: Compiling takes a second. Longer than this there is something wrong.
 _PATIENCE: Final = 30.0
+#: Characters of a compiler's complaint that a reason shows.
+_MOST_SHOWN: Final = 300
 _OTHERS_MAY_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -64,25 +74,29 @@ class UnavailableError(Exception):
 
 @dataclass(frozen=True)
 class Library:
-    """The one function of the library, which takes a packed job.
+    """The functions of the library. A job is packed.
 
     :param run: keeps the interpreter's lock: for jobs that take some microseconds.
     :param run_long: lets other threads of Python run meanwhile.
+    :param usual_arithmetic: undoes what the calling thread has set: its rounding, and whether
+        subnormal numbers are zero.
     """
 
     run: Callable[[bytes], None]
     run_long: Callable[[bytes], None]
+    usual_arithmetic: Callable[[], None]
 
     @classmethod
     def at(cls, path: Path) -> Library:
         """:raises OSError: for a file that cannot be loaded."""
-        return cls(_function(ctypes.PyDLL(str(path))), _function(ctypes.CDLL(str(path))))
-
-
-def _function(library: ctypes.CDLL) -> Callable[[bytes], None]:
-    function = library.kvcache_run
-    function.argtypes, function.restype = [ctypes.c_char_p], None
-    return function
+        keeps_lock, releases_lock = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+        for run in (keeps_lock.kvcache_run, releases_lock.kvcache_run):
+            run.argtypes, run.restype = [ctypes.c_char_p], None
+        return cls(
+            keeps_lock.kvcache_run,
+            releases_lock.kvcache_run,
+            releases_lock.kvcache_usual_arithmetic,
+        )
 
 
 @dataclass(frozen=True)
@@ -115,8 +129,7 @@ def load(check: Callable[[Library], str]) -> Library:
     compiler = _find_compiler()
     folder = _folder(_key(source, compiler))
     try:
-        kept = _kept(folder)
-        return Library.at(kept) if kept is not None else _build(compiler, folder, check)
+        return _kept(folder) or _build(compiler, folder, check)
     except OSError as error:
         raise UnavailableError(
             f"{folder} cannot be used ({_what(error)}): set XDG_CACHE_HOME to a folder that can be "
@@ -153,7 +166,8 @@ def _compile(compiler: Compiler, target: Path) -> None:
             return
         problems.append(_complaint(done))
     raise UnavailableError(
-        f"{compiler} failed to compile it ({problems[-1]}): install gcc or clang, or mend CC"
+        f"{compiler} failed to compile it ({problems[-1]}): mend what it says, or name another C "
+        "compiler in CC"
     )
 
 
@@ -162,41 +176,46 @@ def _output_of(command: Sequence[str]) -> str:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a program, and end it with all that it has started when it does not end by itself.
+    """Run a program; when it does not end by itself, end it, and what it has started.
 
     :raises UnavailableError: when it cannot be run, or hangs.
     """
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise UnavailableError(f"{command[0]} cannot be run ({_what(error)}): mend it") from error
-    try:
-        output, _ = process.communicate(timeout=_PATIENCE)
-    except subprocess.TimeoutExpired as error:
-        raise UnavailableError(
-            f"{command[0]} did not end within {_PATIENCE:g} s, and was stopped: mend it"
-        ) from error
-    finally:
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    return subprocess.CompletedProcess(command, process.returncode, output)
+    # A file, not a pipe: what outlives the program would hold a pipe open.
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UnavailableError(
+                f"{command[0]} cannot be run ({_what(error)}): mend it"
+            ) from error
+        try:
+            status = process.wait(timeout=_PATIENCE)
+        except subprocess.TimeoutExpired as error:
+            raise UnavailableError(
+                f"{command[0]} did not end within {_PATIENCE:g} s, and was stopped: mend it"
+            ) from error
+        finally:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    return subprocess.CompletedProcess(command, status, text)
 
 
 def _complaint(done: subprocess.CompletedProcess[str]) -> str:
-    """The line of a compiler's output that says what is wrong."""
-    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    errors = [line for line in lines if "error" in line]
-    return next(iter([*errors, *lines[-1:]]), f"exit status {done.returncode}")
+    """What a program says is wrong, in a line."""
+    said = "; ".join(line.strip() for line in done.stdout.splitlines() if line.strip())
+    if len(said) > _MOST_SHOWN:
+        said = f"{said[:_MOST_SHOWN]} ..."
+    return said or f"exit status {done.returncode}"
 
 
 # The cache
@@ -229,14 +248,11 @@ def _instructions() -> str:
 
 def _folder(key: str) -> Path:
     """A folder that nobody else can write to."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        base = given if given.is_absolute() else Path.home() / ".cache"
-    except RuntimeError as error:
-        raise UnavailableError(f"there is no home ({error}): set XDG_CACHE_HOME") from error
+    base = _caches()
     ours = base / "kvcache-plugin"
     try:
-        base.mkdir(parents=True, exist_ok=True)
+        _make_private(base)
+        _check_parents(base)
         with suppress(FileExistsError):
             ours.mkdir(mode=0o700)
         status = ours.lstat()
@@ -253,6 +269,39 @@ def _folder(key: str) -> Path:
     return folder
 
 
+def _caches() -> Path:
+    """The folder that programs are to use for what they can make again."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if given.is_absolute():
+        return given
+    try:
+        home = Path.home()
+    except RuntimeError as error:
+        raise UnavailableError(f"there is no home ({error}): set XDG_CACHE_HOME") from error
+    if not home.is_absolute():
+        raise UnavailableError(f"HOME={str(home)!r} is no absolute path: set XDG_CACHE_HOME")
+    return home / ".cache"
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder and those above it, each for this user alone whatever the umask is."""
+    if not folder.is_dir():
+        _make_private(folder.parent)
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+
+
+def _check_parents(base: Path) -> None:
+    """Anybody who may rename what is in a folder could put another one in its place."""
+    for folder in (base, *base.parents):
+        mode = folder.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise UnavailableError(
+                f"{folder} can be written by anybody, so nothing is loaded from it: "
+                f"chmod o-w {shlex.quote(str(folder))}, or set XDG_CACHE_HOME"
+            )
+
+
 def _check_is_ours(folder: Path, status: os.stat_result) -> None:
     if not stat.S_ISDIR(status.st_mode):
         problem, remedy = "is no folder", "remove it"
@@ -265,13 +314,15 @@ def _check_is_ours(folder: Path, status: os.stat_result) -> None:
     raise UnavailableError(f"{folder} {problem}, so nothing is loaded from it: {remedy}")
 
 
-def _kept(folder: Path) -> Path | None:
+def _kept(folder: Path) -> Library | None:
     """The library that is in the folder; what is damaged is removed."""
     for path in sorted(folder.glob("*.so")):
-        if path.stem == _hash(path):
-            return path
+        if path.is_file() and path.stem == _hash(path):
+            with suppress(OSError):
+                return Library.at(path)
         logger.warning("%s is damaged, and is compiled anew", path)
-        path.unlink(missing_ok=True)
+        if path.is_file():
+            path.unlink()
     return None
 
 
@@ -285,7 +336,10 @@ def _build(compiler: Compiler, folder: Path, check: Callable[[Library], str]) ->
         _compile(compiler, target)
         _probe(compiler, target)
         library = Library.at(target)
-        problem = check(library)
+        try:
+            problem = check(library)
+        except RuntimeError as error:
+            raise UnavailableError(f"it cannot be compared with the reference ({error})") from error
         if problem:
             raise UnavailableError(
                 f"what {compiler} made of it is wrong ({problem}): name another C compiler in CC"
@@ -301,10 +355,11 @@ def _probe(compiler: Compiler, target: Path) -> None:
             "it is tried in another process first, and sys.executable does not say how to start one"
         )
     done = _run([sys.executable, "-I", "-S", "-c", _PROBE, str(target)])
-    if "every kernel ran" not in done.stdout:
-        what = _complaint(done)
+    if _PROBED not in done.stdout.splitlines():
         raise UnavailableError(
-            f"what {compiler} made of it does not run here ({what}): name another C compiler in CC"
+            f"what {compiler} made of it does not run here ({_complaint(done)}): name another C "
+            "compiler in CC, or, if programs may not be loaded from there, another folder in "
+            "XDG_CACHE_HOME"
         )
 
 

@@ -1,8 +1,9 @@
 """Runs in a fresh process: what the checks of a load take, ``python checks.py LAYERS MORE``.
 
 So many layers of an engine's model are checked with so many more implementations than there are.
-It prints ``SECONDS find register check``: finding what is installed, registering the others, and
-the first check of the process.
+It prints ``SECONDS find register kernels check``: finding what is installed, registering the
+others, having the CPU's C kernels, which the first question about a CPU compiles or loads, and the
+first check of the process.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from itertools import pairwise
 import torch
 
 import kvcache_plugin as kv
+from kvcache_plugin.hardware import cpu_fast
 from kvcache_plugin.hosts.gate import LoadGate
 from kvcache_plugin.hosts.loaded import LoadedScales
 from kvcache_plugin.manager import get_manager
@@ -61,6 +63,8 @@ def main() -> None:
     times.append(time.perf_counter())
     for i in range(more):
         kv.register(Elsewhere(), f"elsewhere_{i}")
+    times.append(time.perf_counter())
+    cpu_fast.supports_kv(kv.Device("cpu"), "fp8_e4m3")
     times.append(time.perf_counter())
     with gate.model(layers):
         for module, found in layers:

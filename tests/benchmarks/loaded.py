@@ -92,21 +92,28 @@ def _checked(site: Path) -> Iterator[tuple[str, str, str]]:
     """What the first load of a process takes, or its first call."""
     script = str(Path(checks.__file__).resolve())
 
-    def run(layers: int, more: int) -> list[tuple[float, ...]]:
-        runs = [_run_here([script, str(layers), str(more)], site) for _ in range(RUNS)]
-        return list(zip(*runs, strict=True))
+    def run(layers: int, more: int, **variables: str) -> list[float]:
+        return _run_here([script, str(layers), str(more)], site, **variables)
 
-    found, with_layers = [], []
+    def runs(layers: int, more: int) -> list[tuple[float, ...]]:
+        return list(zip(*(run(layers, more) for _ in range(RUNS)), strict=True))
+
+    homes = [str(site.parent / f"cache_{i}") for i in range(RUNS)]
+    compiled = [run(1, 0, XDG_CACHE_HOME=home)[2] for home in homes]
+    found, loaded, with_layers = [], [], []
     for layers in LAYERS:
-        find, _, check = run(layers, 0)
+        find, _, kernels, check = runs(layers, 0)
         found += find
+        loaded += kernels
         with_layers.append(_milliseconds(check))
     registered, with_more = [], []
     for more in MORE:
-        _, register, check = run(LAYERS[-1], more)
+        _, register, _, check = runs(LAYERS[-1], more)
         registered.append(_milliseconds(register))
         with_more.append(_milliseconds(check))
     yield "finding the implementations", "the first load or call", _milliseconds(found)
+    yield "compiling the C kernels for a CPU", "once on a machine", _milliseconds(compiled)
+    yield "loading them", "the first load or call on a CPU", _milliseconds(loaded)
     yield f"checking {_either(LAYERS)} layers", "each load", _either(with_layers)
     more = f"{_either(MORE)} more implementations"
     yield f"checking {LAYERS[-1]} layers with {more}", "each load", _either(with_more)
@@ -149,14 +156,14 @@ def _either(parts: Sequence[object]) -> str:
     return " / ".join(f"{part:,}" if isinstance(part, int) else str(part) for part in parts)
 
 
-def _run_here(arguments: Sequence[str], site: Path) -> list[float]:
+def _run_here(arguments: Sequence[str], site: Path, **variables: str) -> list[float]:
     done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
         check=True,
         cwd=site,
-        env={**os.environ, "PYTHONPATH": str(site)},
+        env={**os.environ, "PYTHONPATH": str(site), **variables},
     )
     return _seconds(done.stdout)
 
