@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from kvcache_plugin import manager
-from tests.benchmarks import checks, loaded, overhead
+from kvcache_plugin.bench import inputs, run
+from kvcache_plugin.bench.as_json import as_json
+from tests.benchmarks import beside, checks, cpu, loaded, overhead
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,6 +57,26 @@ def test_layers_are_checked_in_a_process_of_their_own() -> None:
     times = loaded._run_here([script, "2", "3"], ROOT)
     assert len(times) == len(SECONDS)
     assert all(seconds > 0 for seconds in times)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_table_has_all_who_quantize_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "_MOST_BYTES", 64 << 10)
+    monkeypatch.setattr(run, "_ROUND_SECONDS", 1e-5)
+    here = torch.device("cpu")
+    found = as_json(run.time_contests(beside.to_do(here), here, tokens=[16]))
+    machine, *table = [line for line in cpu.lines(found) if line.strip()]
+    assert f"torch {torch.__version__}" in machine
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
+    assert cells[0] == [*cpu.COLUMNS]
+    timed = {tuple(row[:2]): row[2:] for row in cells[2:] if row[2]}
+    assert all(float(row[0]) > 0 for row in timed.values())
+    others = {"bare cast", "torch.compile of plain_torch", "cpu_fast, one thread"}
+    assert {who for what, who in timed if what == "fp8_e4m3, quantize"} > others | {"copy"}
+    assert timed["nvfp4, quantize", "copy"][1] == "100.0%"
+    assert timed["nvfp4, dequantize", "cpu_fast"][2] == "1"
+    rows = re.findall(r"^\| (\w+, \w+) \| ([^|]+) \| [\d.]+ \|", PAGE, re.MULTILINE)
+    assert set(timed) <= set(rows)
 
 
 def test_the_page_names_commands_that_are_there() -> None:

@@ -31,11 +31,14 @@ TOKENS = 8192
 
 def main() -> None:
     cpu = torch.device("cpu")
-    to_do = [
+    print(json.dumps(as_json(run.time_contests(to_do(cpu), cpu, tokens=[TOKENS]))))
+
+
+def to_do(device: torch.device) -> list[Contest]:
+    return [
         replace(contest, contestants=(*contest.contestants, *_others(contest)))
-        for contest in contests(cpu, run.FORMATS, with_peers=True)
+        for contest in contests(device, run.FORMATS, with_peers=True)
     ]
-    print(json.dumps(as_json(run.time_contests(to_do, cpu, tokens=[TOKENS]))))
 
 
 def _others(contest: Contest) -> Iterator[Contestant]:
