@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcache_plugin.bench.text import number
 from tests.benchmarks import beside
 from tests.engine.checkout import install_plugin
 from tests.engine.serving import install, run_python
@@ -57,11 +58,13 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         what = f"{contest['kv_cache_dtype']}, {contest['direction']}"
         for name, timing in sorted(timed.items(), key=lambda item: -item[1]["us"]["median"]):
             ratio = timing["us"]["median"] / timed["cpu_fast"]["us"]["median"]
-            cells = (f"{timing['gb_per_s']:.2f}", f"{timing['of_copy']:.1%}", f"{ratio:.2g}")
+            cells = (number(timing["gb_per_s"]), f"{timing['of_copy']:.1%}", number(ratio))
             yield f"| {what} | {name} | {' | '.join(cells)} |"
+    yield ""
+    for contest in found["contests"]:
         for one in contest["contestants"]:
-            if one["name"] not in timed:
-                yield f"| {what} | {one['name']} | {one['timings'][0]['reason']} | | |"
+            if one["timings"][0]["outcome"] != "timed":
+                yield f"Not timed: {one['name']}, {one['timings'][0]['reason']}"
 
 
 if __name__ == "__main__":
