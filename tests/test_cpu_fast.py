@@ -466,7 +466,9 @@ def test_every_loop_over_values_is_vectorised_for_each_dtype(tmp_path: Path) -> 
 def test_a_damaged_library_is_compiled_anew(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     load()
     (library,) = libraries(home)
-    library.write_bytes(library.read_bytes()[:-1] + b"?")
+    damaged = library.read_bytes()[:-1] + b"?"
+    library.unlink()  # this process has it in its memory as it was
+    library.write_bytes(damaged)
     with caplog.at_level(logging.WARNING):
         load()
     assert "is damaged, and is compiled anew" in caplog.text
