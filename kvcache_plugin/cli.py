@@ -34,6 +34,11 @@ FINE: Final = 0
 WRONG: Final = 1
 MISUSED: Final = 2
 
+#: What ``machine.find_device`` takes.
+_DEVICE_HERE: Final = (
+    "cuda:0, cpu, or the architecture of a card that is here; default: the GPU, if any"
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     _replace_closed_streams()
@@ -112,10 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         "Send the output of --json from hardware that nobody else has. On a GPU the first run "
         "compiles kernels, and so takes some minutes."
     )
-    selftest.add_argument(
-        "--device",
-        help="cuda:0, cpu, or the architecture of a card that is here; default: the GPU, if any",
-    )
+    selftest.add_argument("--device", help=_DEVICE_HERE)
     bench = add(
         "bench",
         _bench,
@@ -125,10 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         "It takes a minute at most, without what is compiled when it is first called. "
         "docs/performance.md says what the columns mean."
     )
-    bench.add_argument(
-        "--device",
-        help="cuda:0, cpu, or the architecture of a card that is here; default: the GPU, if any",
-    )
+    bench.add_argument("--device", help=_DEVICE_HERE)
     bench.add_argument(
         "--kv-cache-dtype",
         type=_names,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 Register: TypeAlias = Callable[..., Any]
+
+#: What ``install`` says brings an implementation.
+THEIRS = "their-package 2.0"
 
 
 @pytest.fixture
@@ -45,3 +49,23 @@ def reference_serves() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "_manager", found)
         yield
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes implementations look as if packages had brought them, by their names."""
+
+    def found(**plugins: Any) -> None:
+        def entry_point(name: str, plugin: Any) -> Any:
+            def load() -> Any:
+                if isinstance(plugin, Exception):
+                    raise plugin
+                return plugin
+
+            return SimpleNamespace(name=name, load=load)
+
+        points = [(THEIRS, entry_point(name, plugin)) for name, plugin in plugins.items()]
+        monkeypatch.setattr(manager, "find_entry_points", lambda: points)
+
+    found()
+    return found

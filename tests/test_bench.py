@@ -11,7 +11,6 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 HARDWARE = kv.Device("cpu")
-THEIRS = "their-package 2.0"
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "performance.md").read_text("utf-8")
 
 
@@ -65,26 +63,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "_MOST_BYTES", 64 << 10)
     monkeypatch.setattr(run, "_ROUND_SECONDS", 1e-5)
     monkeypatch.setattr(run, "_MOST_CALLS", 3)
-
-
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes implementations look as if packages had brought them, by their names."""
-
-    def found(**plugins: Any) -> None:
-        def entry_point(name: str, plugin: Any) -> Any:
-            def load() -> Any:
-                if isinstance(plugin, Exception):
-                    raise plugin
-                return plugin
-
-            return SimpleNamespace(name=name, load=load)
-
-        points = [(THEIRS, entry_point(name, plugin)) for name, plugin in plugins.items()]
-        monkeypatch.setattr(manager, "find_entry_points", lambda: points)
-
-    found()
-    return found
 
 
 class Theirs:

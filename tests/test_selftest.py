@@ -6,8 +6,7 @@ import io
 import json
 import os
 import sys
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,9 @@ import kvcache_plugin as kv
 from kvcache_plugin import cli, device, formats, machine, manager
 from kvcache_plugin.conformance import cases
 from kvcache_plugin.hardware import cpu_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.conftest import THEIRS
 
 CHECKS = ("plain", "zeros", "infinity", "extreme_scales", "dequantize_known", "default_scales")
-THEIRS = "their-package 2.0"
 
 
 @pytest.fixture(autouse=True)
@@ -30,26 +26,6 @@ def _few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     few = tuple(check for check in cases.CHECKS if check.name in CHECKS)
     monkeypatch.setattr(cases, "CHECKS", few)
-
-
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes implementations look as if packages had brought them, by their names."""
-
-    def found(**plugins: Any) -> None:
-        def entry_point(name: str, plugin: Any) -> Any:
-            def load() -> Any:
-                if isinstance(plugin, Exception):
-                    raise plugin
-                return plugin
-
-            return SimpleNamespace(name=name, load=load)
-
-        points = [(THEIRS, entry_point(name, plugin)) for name, plugin in plugins.items()]
-        monkeypatch.setattr(manager, "find_entry_points", lambda: points)
-
-    found()
-    return found
 
 
 class Theirs:

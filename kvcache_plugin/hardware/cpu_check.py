@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvcache_plugin.hardware.cpu_library import Library
 
 _CPU: Final = Device("cpu")
-_FORMATS: Final = ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "nvfp4")
 _SCALES: Final = (0.0123, 1.0)
 #: Odd, so that its multiples modulo 2^32 are scattered over all bit patterns.
 _SCATTER: Final = 0x9E3779B1
@@ -51,7 +50,7 @@ def what_is_wrong(library: Library) -> str:
 
 def _first_difference(library: Library) -> str:
     for x in _inputs():
-        for name in _FORMATS:
+        for name in cpu_launch.FORMATS:
             for number in _SCALES:
                 scale = torch.full((1,), number, dtype=torch.float32, device="cpu")
                 expected = cpu_reference.quantize_kv(x, scale, name, _CPU, None)

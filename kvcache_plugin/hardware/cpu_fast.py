@@ -20,15 +20,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FNUZ: Final = "fp8_e4m3fnuz"
-_FORMATS: Final = ("fp8_e4m3", "fp8_e5m2", _FNUZ, "nvfp4")
 
 
 @hookimpl
 def supports_kv(device: Device, kv_cache_dtype: str) -> bool | str:
     if device.kind != "cpu":
         return f"serves the CPU, and this is {device}"
-    if kv_cache_dtype not in _FORMATS:
-        return f"serves {', '.join(_FORMATS)}, and this is {kv_cache_dtype}"
+    if kv_cache_dtype not in cpu_launch.FORMATS:
+        return f"serves {', '.join(cpu_launch.FORMATS)}, and this is {kv_cache_dtype}"
     library = _library()
     return library if isinstance(library, str) else True
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _QUANTIZE: Final = 0
 _DEQUANTIZE: Final = 1
 _DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_FORMATS: Final = {"fp8_e4m3": 0, "fp8_e5m2": 1, "fp8_e4m3fnuz": 2, "nvfp4": 3}
+FORMATS: Final = {"fp8_e4m3": 0, "fp8_e5m2": 1, "fp8_e4m3fnuz": 2, "nvfp4": 3}
 #: Numbers of a job without its geometry, and the format of one that is a row.
 _FIELDS: Final = 9
 _PACKED: Final = "11q"
@@ -60,6 +60,8 @@ def quantize(
     out: OutBuffers | None,
 ) -> QuantizedKV | None:
     """Quantize K or V; ``None`` for tensors that have no address, or whose use is recorded."""
+    if _is_recording():
+        return None
     if out is None:
         data, block_scales = _new_buffers(tensor, kv_cache_dtype)
     else:
@@ -69,7 +71,7 @@ def quantize(
         if not _has_rows(data) or not (block_scales is None or _has_rows(block_scales)):
             made = quantize(library, tensor, scale, kv_cache_dtype, None)
             return None if made is None else _copied(made, data, block_scales)
-    if _is_recording() or not _are_plain(tensor, data, block_scales, scale):
+    if not _are_plain(tensor, data, block_scales, scale):
         return None
     source = _readable(tensor)
     if not _run(library, _QUANTIZE, kv_cache_dtype, source, data, block_scales, scale):
@@ -79,10 +81,12 @@ def quantize(
 
 def dequantize(library: Library, quantized: QuantizedKV, dtype: torch.dtype) -> torch.Tensor | None:
     """The values of the codes, rounded once to ``dtype``; ``None`` as ``quantize`` has it."""
+    if _is_recording():
+        return None
     data, block_scales, scale = quantized.data, quantized.block_scales, quantized.scale
     shape = data.shape if block_scales is None else (*data.shape[:-1], 2 * data.shape[-1])
     values = torch.empty(shape, dtype=dtype, device=data.device)
-    if _is_recording() or not _are_plain(values, data, block_scales, scale):
+    if not _are_plain(values, data, block_scales, scale):
         return None
     data = _readable(data)
     block_scales = None if block_scales is None else _readable(block_scales)
@@ -114,7 +118,7 @@ def _run(
         _PACKED if geometry is None else f"{_FIELDS + len(geometry)}q",
         operation,
         _DTYPES[values.dtype],
-        _FORMATS[kv_cache_dtype],
+        FORMATS[kv_cache_dtype],
         heads,
         1 if is_short else _threads(count),
         *addresses,

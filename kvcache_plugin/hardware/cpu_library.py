@@ -158,16 +158,14 @@ def _find_compiler() -> Compiler:
 
 def _compile(compiler: Compiler, target: Path) -> None:
     tuning = (*_TUNING, *(_TUNING_X86 if platform.machine() in ("x86_64", "AMD64") else ()))
-    problems = []
     for extra in (tuning, ()):
         flags = [*_FLAGS, *extra]
         done = _run([*compiler.command, *flags, "-o", str(target), str(SOURCE), *_LIBRARIES])
         if done.returncode == 0 and target.exists():
             return
-        problems.append(_complaint(done))
     raise UnavailableError(
-        f"{compiler} failed to compile it ({problems[-1]}): mend what it says, or name another C "
-        "compiler in CC"
+        f"{compiler} failed to compile it ({_complaint(done)}): mend what it says, or name another "
+        "C compiler in CC"
     )
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from kvcache_plugin.bench.inputs import Inputs
     from kvcache_plugin.bench.timing import Call
+    from kvcache_plugin.formats import KVFormat
 
 TOKENS = 8192
 
@@ -44,9 +45,10 @@ def to_do(device: torch.device) -> list[Contest]:
 def _others(contest: Contest) -> Iterator[Contestant]:
     if contest.direction == "dequantize":
         return
-    yield Contestant("cpu_fast, one thread", "torch", "", "", _one_thread(contest.kv_cache_dtype))
-    yield Contestant("cpu_fast, new memory", "torch", "", "", _new_memory(contest.kv_cache_dtype))
-    if contest.kv_cache_dtype == FP8_E4M3.name:
+    kv_format = FP8_E4M3 if contest.kv_cache_dtype == FP8_E4M3.name else NVFP4
+    yield Contestant("cpu_fast, one thread", "torch", "", "", _one_thread(kv_format))
+    yield Contestant("cpu_fast, new memory", "torch", "", "", _new_memory(kv_format))
+    if kv_format == FP8_E4M3:
         yield Contestant("bare cast", "torch", "", "", _cast)
         yield Contestant("torch.compile of plain_torch", "torch", "", "", _compiled_fp8)
     else:
@@ -54,15 +56,14 @@ def _others(contest: Contest) -> Iterator[Contestant]:
         yield Contestant("numba", "torch", "", "", _numba)
 
 
-def _one_thread(kv_cache_dtype: str) -> Any:
+def _one_thread(kv_format: KVFormat) -> Any:
     def prepare(inputs: Inputs) -> Call:
-        kv_format = FP8_E4M3 if kv_cache_dtype == FP8_E4M3.name else NVFP4
         keys, scale, out = inputs.keys, inputs.scale(kv_format), inputs.empty(kv_format)
 
         def call(i: int) -> None:
             before = torch.get_num_threads()
             torch.set_num_threads(1)
-            cpu_fast.quantize_kv(keys[i], scale, kv_cache_dtype, out[i])
+            cpu_fast.quantize_kv(keys[i], scale, kv_format.name, out[i])
             torch.set_num_threads(before)
 
         return call
@@ -70,11 +71,10 @@ def _one_thread(kv_cache_dtype: str) -> Any:
     return prepare
 
 
-def _new_memory(kv_cache_dtype: str) -> Any:
+def _new_memory(kv_format: KVFormat) -> Any:
     def prepare(inputs: Inputs) -> Call:
-        keys = inputs.keys
-        scale = inputs.scale(FP8_E4M3 if kv_cache_dtype == FP8_E4M3.name else NVFP4)
-        return lambda i: cpu_fast.quantize_kv(keys[i], scale, kv_cache_dtype, None)
+        keys, scale = inputs.keys, inputs.scale(kv_format)
+        return lambda i: cpu_fast.quantize_kv(keys[i], scale, kv_format.name, None)
 
     return prepare
 
