@@ -1,6 +1,8 @@
 """What can go wrong: one class for each kind, all of them a ``KVCacheError``.
 
-Every message says what is wrong, where, with which value, and what to do about it.
+Every message says what is wrong, where, with which value, and what to do about it. It ends with the
+place in the documentation that tells more: ``[errors#scale-not-finite]`` is the heading
+``scale-not-finite`` of ``docs/errors.md``. That is the message's name, and stays when its words change.
 """
 
 from __future__ import annotations
@@ -11,30 +13,46 @@ import sys
 logger = logging.getLogger(__name__)
 
 
+def anchored(message: str, name: str) -> str:
+    """A message with its place in the documentation; as it is where it has no name there."""
+    return f"{message} [errors#{name}]" if name else message
+
+
 class KVCacheError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    :param problem: what is wrong, where, with which value, and what to do.
+    :param name: the name under which the documentation lists the error, at the message's end too;
+        empty for the errors of other packages.
+    """
+
+    # Also of a subclass that forgets to call __init__.
+    problem: str = ""
+    name: str = ""
+
+    def __init__(self, problem: str = "", *, name: str = "") -> None:
+        super().__init__(anchored(problem, name))
+        self.problem = problem
+        self.name = name
 
 
 class KVScaleError(KVCacheError, ValueError):
     """A K/V scale of a checkpoint is corrupt, or is no scale at all.
 
-    The message is ``"{layer}: {problem}. {remedy}"``. The parts stay readable, so that a host can
-    put the problems of many layers into one error.
+    The message is ``"{layer}: {problem}. {remedy} [errors#{name}]"``. The parts stay readable, so
+    that a host can put the problems of many layers into one error.
 
     :param problem: what is wrong, with the values of both sides.
     :param layer: the layer's name in the model, empty when the caller gave none.
     :param remedy: what the person who serves the model can do.
+    :param name: as in ``KVCacheError``.
     """
 
-    # Also of a subclass that forgets to call __init__.
-    problem: str = ""
     layer: str = ""
     remedy: str = ""
 
-    def __init__(self, problem: str, *, layer: str = "", remedy: str = "") -> None:
-        where = f"{layer}: " if layer else ""
-        way_out = f". {remedy}" if remedy else ""
-        super().__init__(f"{where}{problem}{way_out}")
+    def __init__(self, problem: str, *, layer: str = "", remedy: str = "", name: str = "") -> None:
+        super().__init__(_sentences(layer, problem, remedy), name=name)
         self.problem = problem
         self.layer = layer
         self.remedy = remedy
@@ -51,19 +69,24 @@ class NoImplementationError(KVCacheError, RuntimeError):
 class CheckpointError(KVCacheError, ValueError):
     """A checkpoint on disk cannot be read, or is not to be trusted.
 
-    The message is one line, ``"{file}: {problem}. {remedy}"``. The parts stay readable.
+    The message is one line, ``"{file}: {problem}. {remedy} [errors#{name}]"``. The parts stay
+    readable.
 
     :param problem: what is wrong.
     :param file: the file or folder that it is wrong with.
     :param remedy: what the person who has the checkpoint can do.
+    :param name: as in ``KVCacheError``.
     """
 
-    def __init__(self, problem: str, *, file: str = "", remedy: str = "") -> None:
+    def __init__(self, problem: str, *, file: str = "", remedy: str = "", name: str = "") -> None:
         self.file = shown(file, most=1000)
+        super().__init__(_sentences(self.file, problem, remedy), name=name)
         self.problem = problem
         self.remedy = remedy
-        where = f"{self.file}: " if file else ""
-        super().__init__(f"{where}{problem}{f'. {remedy}' if remedy else ''}")
+
+
+def _sentences(where: str, problem: str, remedy: str) -> str:
+    return f"{f'{where}: ' if where else ''}{problem}{f'. {remedy}' if remedy else ''}"
 
 
 def shown(text: str, *, most: int = 200) -> str:

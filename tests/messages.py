@@ -1,0 +1,186 @@
+"""Every message of the package, found in its source: ``python -m tests.messages PAGE [ROOM]``.
+
+A message has a name, which is its heading in ``docs/errors.md``, and ends with it. It gets the name
+where it is made: ``KVCacheError(…, name="…")`` and its subclasses, ``site.error`` and ``site.warn``
+of ``scales.py``, and ``anchored(…, "…")`` for what is logged and for the exceptions of Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGE = Path(__file__).resolve().parents[1] / "kvcache_plugin"
+PAGE = PACKAGE.parent / "docs" / "errors.md"
+
+#: What is called with ``name="…"``.
+_NAMED = (
+    "KVCacheError",
+    "KVScaleError",
+    "KVQuantizeError",
+    "NoImplementationError",
+    "CheckpointError",
+    "error",
+    "warn",
+)
+#: Exceptions that never leave the package: their text becomes part of a message of this name.
+_REASONS = {
+    "BrokenPluginError": "plugin-left-out",
+    "UnavailableError": "cpu-kernels-missing",
+    "AbsentPeerError": "",
+    "PassedError": "",
+    "_HostError": "",
+}
+#: Python's own protocols: what asks for an attribute or for an abstract method catches these.
+_PROTOCOL = ("AttributeError", "NotImplementedError")
+_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+_PLACEHOLDER = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?[diouxXeEfFgGcrsa%]")
+
+
+class Message(NamedTuple):
+    """One place where a message is made.
+
+    :param name: its heading in the documentation; empty where it says what another message brings.
+    :param pattern: a regular expression for the text, with ``.*`` for what is not known here.
+    """
+
+    name: str
+    pattern: str
+    where: str
+
+
+class Unnamed(NamedTuple):
+    """A place where something is raised or logged that has no name."""
+
+    where: str
+    code: str
+
+
+def _pattern(text: ast.expr) -> str:
+    if isinstance(text, ast.JoinedStr):
+        parts = (part.value if isinstance(part, ast.Constant) else None for part in text.values)
+        return "".join(".*" if part is None else re.escape(part) for part in parts)
+    if isinstance(text, ast.Constant) and isinstance(text.value, str):
+        return ".*".join(map(re.escape, _PLACEHOLDER.split(text.value)))
+    return ".*"
+
+
+def _called(call: ast.Call) -> str:
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _is_log(call: ast.Call) -> bool:
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    if isinstance(owner, ast.Name) and owner.id == "logger":
+        return _called(call) in _LEVELS
+    return _called(call) == "say"
+
+
+def _is_anchored(text: ast.expr) -> bool:
+    if isinstance(text, ast.Constant):
+        return text.value in ("%s", "%s: %s")  # what it shows has a name of its own
+    return isinstance(text, ast.Call) and _called(text) == "anchored"
+
+
+def _look(path: Path) -> list[Message | Unnamed]:
+    found: list[Message | Unnamed] = []
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        where = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
+
+        def unnamed(node: ast.AST = node, where: str = where) -> None:
+            found.append(Unnamed(where, ast.unparse(node)[:90]))
+
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            name = _called(node.exc)
+            is_python = name.endswith(("Error", "SkipTest")) and name[0] != "_"
+            is_ours = name in _NAMED or name in _REASONS or name in _PROTOCOL
+            if is_python and not is_ours and not any(map(_is_anchored, node.exc.args)):
+                unnamed()
+        if not isinstance(node, ast.Call):
+            continue
+        name = _called(node)
+        if _is_log(node):
+            texts = [a for a in node.args if not isinstance(a, ast.Attribute)]  # but for a level
+            if not texts or not _is_anchored(texts[0]):
+                unnamed()
+        elif name == "anchored":
+            text, its_name = [*node.args, ast.Constant("")][:2]
+            if isinstance(its_name, ast.Constant):
+                found.append(Message(str(its_name.value), _pattern(text), where))
+        elif name in _REASONS:
+            if _REASONS[name] and node.args:
+                found.append(Message(_REASONS[name], _pattern(node.args[0]), where))
+        elif name in _NAMED and (node.args or node.keywords):
+            its_name = next((k.value for k in node.keywords if k.arg == "name"), None)
+            if its_name is None:
+                unnamed()
+            elif isinstance(its_name, ast.Constant):
+                text = node.args[0] if node.args else ast.Constant("")
+                found.append(Message(str(its_name.value), _pattern(text), where))
+    return found
+
+
+@cache
+def messages(room: str = "") -> tuple[tuple[Message, ...], tuple[Unnamed, ...]]:
+    """What has a name, and what has none.
+
+    :param room: the beginning of the paths to look at, below the package.
+    """
+    paths = sorted(PACKAGE.rglob("*.py"))
+    mine = [path for path in paths if str(path.relative_to(PACKAGE)).startswith(room)]
+    found = [one for path in mine for one in _look(path)]
+    return (
+        tuple(one for one in found if isinstance(one, Message)),
+        tuple(one for one in found if isinstance(one, Unnamed)),
+    )
+
+
+def sections(page: Path = PAGE) -> dict[str, str]:
+    """The text below each heading of a message, by its name."""
+    _, *parts = re.split(r"^### ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    found = {}
+    for part in parts:
+        heading, _, text = part.partition("\n")
+        assert heading not in found, f"{heading} is there twice"
+        found[heading] = re.split(r"^## ", text, flags=re.MULTILINE)[0]
+    return found
+
+
+def shown(section: str) -> str:
+    """The messages that a section quotes, in one line."""
+    quoted = re.findall(r"^```text\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
+    return " ".join(" ".join(quoted).split())
+
+
+def is_shown(message: Message, section: str) -> bool:
+    pattern = re.sub(r"(?:\\\s|\s|\\n)+", " ", message.pattern).strip()
+    return re.search(pattern, shown(section)) is not None
+
+
+def main(page: str, *rooms: str) -> None:
+    known = sections(Path(page))
+    used = set()
+    for room in rooms or ("",):
+        named, unnamed = messages(room)
+        for where, code in unnamed:
+            print(f"{where}: no name: {code}")
+        for message in named:
+            used.add(message.name)
+            if message.name not in known:
+                print(f"{message.where}: {message.name} is not on the page")
+            elif not is_shown(message, known[message.name]):
+                print(f"{message.where}: {message.name} does not quote {message.pattern}")
+    for name in sorted(set(known) - used):
+        print(f"{name}: on the page, and nobody says it")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
