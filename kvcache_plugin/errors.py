@@ -2,7 +2,7 @@
 
 Every message says what is wrong, where, with which value, and what to do about it. It ends with the
 place in the documentation that tells more: ``[errors#scale-not-finite]`` is the heading
-``scale-not-finite`` of ``docs/errors.md``. That is the message's name, and stays when its words change.
+``scale-not-finite`` of ``docs/errors.md``. That is its name, and stays when its words change.
 """
 
 from __future__ import annotations
