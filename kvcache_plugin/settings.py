@@ -21,44 +21,54 @@ PREFIX: Final = "KVCACHE_PLUGIN_"
 class Switch:
     """One environment variable.
 
-    :param values: the values that it takes, ``None`` for a free text.
+    :param meaning: what it does, in Markdown: ``docs/switches.md`` shows it.
     :param default: what holds when it is not set.
+    :param values: the values that it takes, ``None`` for a free text.
+    :param takes: what the free text is.
     """
 
     name: str
     meaning: str
     default: str
     values: tuple[str, ...] | None = None
+    takes: str = ""
 
 
 MODE: Final = Switch(
     "KVCACHE_PLUGIN_MODE",
-    "What a corrupt scale does to a load: strict stops it, warn logs it and lets the engine go on "
-    "as it would without the plugin, off hooks nothing at all.",
+    "What a corrupt scale does to a load. `strict`: it stops the load. `warn`: it is logged, and "
+    "the engine goes on as it would without the plugin. `off`: nothing is hooked.",
     "strict",
     ("strict", "warn", "off"),
 )
 BLOCK: Final = Switch(
     "KVCACHE_PLUGIN_BLOCK",
-    "Names of implementations to leave out, separated by commas. A blocked one is not imported.",
+    "Implementations to leave out, by the names of their entry points, which "
+    "`kvcache-plugin plugins` lists. A blocked one is not imported. With nothing left for a device "
+    "its scales are not converted: the engine's load goes on, and an error in its log says so.",
     "",
+    takes="names, separated by commas",
 )
 COVERAGE: Final = Switch(
     "KVCACHE_PLUGIN_COVERAGE",
-    "What a scale in the files that does not reach its layer does to a load: warn logs it, error "
-    "stops the load.",
+    "What a scale that is in the files and does not reach its layer does to a load. `warn`: it is "
+    "logged, with the layers, its names and the reason where it is known. `error`: it stops the "
+    "load, also where `KVCACHE_PLUGIN_MODE` is `warn`.",
     "warn",
     ("warn", "error"),
 )
 REPORT: Final = Switch(
     "KVCACHE_PLUGIN_REPORT",
-    "A file for what came of each load, as JSON; each process puts its number into the name.",
+    "What came of each load, as JSON. Each process that loads a model writes a file of its own, "
+    "with its number before the ending: `report.json` becomes `report.4711.json`.",
     "",
+    takes="a file",
 )
 VLLM_WRITES: Final = Switch(
     "KVCACHE_PLUGIN_VLLM_WRITES",
-    "What writes an FP8 KV cache of vLLM: auto leaves it to vLLM, unless an implementation that is "
-    "not built in quantizes for the device and format, hook rounds K and V by quantize_kv always.",
+    "What writes an FP8 KV cache of vLLM. `auto`: vLLM's own kernel, unless an implementation that "
+    "is not built in quantizes for the device and format. `hook`: K and V are rounded by "
+    "`quantize_kv` first, always.",
     "auto",
     ("auto", "hook"),
 )
