@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _replace_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without our characters
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         status = command(arguments)
@@ -65,7 +65,8 @@ def _replace_closed_streams() -> None:
             setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8", closefd=False))
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """All commands, with their arguments and options."""
     parser = argparse.ArgumentParser(
         prog="kvcache-plugin",
         description="Checks and quantizes the KV caches of vLLM and SGLang.",
