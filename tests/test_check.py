@@ -19,7 +19,6 @@ from kvcache_plugin.check import layer_names
 from kvcache_plugin.check.comparison import compare
 from kvcache_plugin.check.rows import rows_of
 from kvcache_plugin.check.sparkline import ASCII, BLOCKS, characters_for, spark_lines, sparkline
-from tests import check_page
 from tests.checkpoints_on_disk import (
     COMPRESSED_TENSORS,
     FP8_SCHEME,
@@ -695,12 +694,6 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
 
 
 # The page
-
-
-def test_the_page_has_the_tables_of_the_code() -> None:
-    """``python -m tests.check_page`` prints them."""
-    assert check_page.kinds_table() in PAGE
-    assert check_page.conventions_table() in PAGE
 
 
 def test_the_readme_shows_lines_that_are_printed(check: Any) -> None:

@@ -22,8 +22,8 @@ from kvcache_plugin.hosts.releases import PROVEN, RECORD, LeftOut, Release, orde
 from tests.engine import venvs
 from tests.engine.checkout import install_plugin
 from tests.engine.checkpoints import Checkpoint
-from tests.engine.releases_page import write_table
 from tests.engine.serving import run_python, serve
+from tests.pages.parts import write_pages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -184,7 +184,7 @@ def _record(ran: Release) -> None:
     releases.sort(key=lambda each: titles.index(each.engine))
     written = json.dumps([dataclasses.asdict(each) for each in releases], indent=1)
     RECORD.write_text(written + "\n", encoding="utf-8")
-    write_table(releases)
+    write_pages()
 
 
 if __name__ == "__main__":

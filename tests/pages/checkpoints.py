@@ -1,4 +1,4 @@
-"""The tables of ``docs/check.md`` that are the code's own data: ``python -m tests.check_page``."""
+"""What is known of checkpoints: the kinds of findings, and how producers name and store scales."""
 
 from __future__ import annotations
 
@@ -7,42 +7,41 @@ from typing import TYPE_CHECKING
 from kvcache_plugin.checkpoint.conventions import CONVENTIONS
 from kvcache_plugin.checkpoint.engine_rules import RELEASES
 from kvcache_plugin.checkpoint.report import KINDS
+from tests.pages.markdown import code, table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kvcache_plugin.checkpoint.conventions import Convention, Rename
 
 _NUMBERS = {"multiplier": "multiplier", "reciprocal": "reciprocal", "unknown": "not told"}
 
 
-def kinds_table() -> str:
-    return _table(("kind", "what"), [(f"`{kind}`", what) for kind, what in KINDS.items()])
+def kinds() -> str:
+    return table(("kind", "what"), [(code(kind), what) for kind, what in KINDS.items()])
 
 
-def conventions_table() -> str:
-    releases = [f"{engine} {release}" for engine, release in RELEASES.items()]
-    return _table(
-        ("key", "producer", "name", "stored", "what it is", *releases),
+def conventions() -> str:
+    """What producers write."""
+    return table(
+        ("key", "producer", "name", "stored", "what it is"),
         [
-            (
-                f"`{row.key}`",
-                row.producer,
-                _name(row),
-                row.stored,
-                _meaning(row),
-                _engine(row.vllm),
-                _engine(row.sglang),
-            )
+            (code(row.key), row.producer, code(_name(row)), row.stored, _meaning(row))
             for row in CONVENTIONS
         ],
     )
 
 
+def convention_verdicts() -> str:
+    """What the engines do with it."""
+    releases = [f"{engine} {release}" for engine, release in RELEASES.items()]
+    return table(
+        ("key", *releases),
+        [(code(row.key), _engine(row.vllm), _engine(row.sglang)) for row in CONVENTIONS],
+    )
+
+
 def _name(row: Convention) -> str:
     sides = ",".join(row.sides)
-    side = f"{{{sides}}}" if len(row.sides) > 1 else sides
-    return f"`{row.example.replace('{side}', side)}`"
+    return row.example.replace("{side}", f"{{{sides}}}" if len(row.sides) > 1 else sides)
 
 
 def _meaning(row: Convention) -> str:
@@ -57,15 +56,3 @@ def _engine(rename: Rename) -> str:
     found = {"ordinary": "yes", "MLA": "MLA alone", "ordinary MLA": "yes, MLA too"}
     said = found.get(" ".join(models), "no")
     return f"{said}: {rename.reason}" if rename.reason else said
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, *rows]
-    header, *body = (f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join([header, "|---" * len(columns) + "|", *body])
-
-
-if __name__ == "__main__":
-    print(kinds_table())
-    print()
-    print(conventions_table())

@@ -1,20 +1,16 @@
-"""The table of docs/releases.md, made from the record of the releases that were run."""
+"""The releases of the engines that were run, and what held in each."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tests.pages import markdown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcache_plugin.hosts.releases import Release
 
-__all__ = ["PAGE", "table", "write_table"]
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "releases.md"
-_TABLE = re.compile(r"^\| engine \|.*?(?=^$)", re.MULTILINE | re.DOTALL)
 _COLUMNS = (
     "engine",
     "verdict",
@@ -28,13 +24,8 @@ _COLUMNS = (
 
 
 def table(releases: Sequence[Release]) -> str:
-    """The table, with a line for each release and the end of the last line."""
-    lines = [_line(_COLUMNS), "|---" * len(_COLUMNS) + "|", *(_line(_row(r)) for r in releases)]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    """A line for each release."""
+    return markdown.table(_COLUMNS, map(_row, releases))
 
 
 def _row(release: Release) -> tuple[str, ...]:
@@ -56,14 +47,3 @@ def _row(release: Release) -> tuple[str, ...]:
 
 def _outcome(failure: str) -> str:
     return f"no: {failure}" if failure else "yes"
-
-
-def write_table(releases: Sequence[Release]) -> None:
-    """Puts the table into the page, in the place of the one that is there.
-
-    :raises ValueError: the page has no table to replace.
-    """
-    page = PAGE.read_text(encoding="utf-8")
-    if not _TABLE.search(page):
-        raise ValueError(f"{PAGE} has no table that begins with '| engine |'")
-    PAGE.write_text(_TABLE.sub(lambda _: table(releases), page, count=1), encoding="utf-8")
