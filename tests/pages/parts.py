@@ -14,6 +14,7 @@ from tests.pages import (
     commands,
     engines,
     formats,
+    hardware,
     markdown,
     names,
     releases,
@@ -56,6 +57,9 @@ def parts() -> Mapping[str, Callable[[], str]]:
         "seams-backend": engines.backend_seams,
         "seams-peers": engines.peer_seams,
         "releases": lambda: releases.table(read_releases()),
+        "hardware-who": hardware.who,
+        "hardware-how": hardware.how,
+        "hardware-why-not": hardware.why_not,
         "commands": commands.summaries,
         "command-options": partial(commands.options, cli.parser()),
         **{
