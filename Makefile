@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # CUDA build of your choice can be put there first.
 TORCH := torch==2.13.0
 
-.PHONY: demo test engine-test matrix lint bench fuzz clean
+.PHONY: demo test engine-test matrix lint docs bench fuzz clean
 
 demo: $(VENV)/installed
 	$(BIN)/kvcache-plugin demo
@@ -31,6 +31,10 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# The site, in site/. Whatever is wrong with a page, a link or a docstring stops it.
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(VENV)/ready
 	$(BIN)/kvcache-plugin bench
 	$(BIN)/python -m tests.benchmarks.loaded
@@ -44,7 +48,7 @@ fuzz: $(VENV)/ready
 	KVCACHE_FUZZ_EXAMPLES=5000 $(BIN)/python -m pytest tests/test_hostile_files.py -k fuzz
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info
 
 $(VENV)/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -54,4 +58,8 @@ $(VENV)/installed: pyproject.toml
 
 $(VENV)/ready: $(VENV)/installed
 	$(BIN)/pip install --quiet --editable ".[cli,test]"
+	touch $@
+
+$(VENV)/docs: $(VENV)/installed
+	$(BIN)/pip install --quiet --editable ".[cli,docs]"
 	touch $@
