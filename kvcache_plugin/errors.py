@@ -97,6 +97,11 @@ def shown(text: str, *, most: int = 200) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in short)
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 layer``, ``2 layers``"""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def add_note(error: BaseException, note: str) -> None:
     """Say more about an exception that goes up as it is: shown below it, or logged before 3.11."""
     if sys.version_info >= (3, 11):
