@@ -54,12 +54,11 @@ def how() -> str:
         devices_of[_chosen(device, name).reason][name].append(device)
     rows = []
     for answer, by_format in devices_of.items():
-        formats_of = defaultdict(list)
+        formats_of: dict[str, list[str]] = defaultdict(list)
         for name, devices in by_format.items():
-            formats_of[tuple(devices)].append(name)
-        for devices, names in formats_of.items():
-            shown = "all" if tuple(names) == FORMATS else ", ".join(names)
-            rows.append((codes(devices), shown, answer))
+            formats_of[codes(devices)].append(name)
+        for shown, names in formats_of.items():
+            rows.append((shown, "all" if tuple(names) == FORMATS else ", ".join(names), answer))
     return table(("device", "format", "how"), rows)
 
 
