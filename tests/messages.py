@@ -2,7 +2,8 @@
 
 A message has a name, which is its heading in ``docs/errors.md``, and ends with it. It gets the name
 where it is made: ``KVCacheError(…, name="…")`` and its subclasses, ``site.error`` and ``site.warn``
-of ``scales.py``, and ``anchored(…, "…")`` for what is logged and for the exceptions of Python.
+of ``scales.py``, and ``anchored(…, "…")`` for what is logged and for the exceptions of Python. The
+modules of ``hardware/`` use public names alone: what they log ends with ``[errors#…]`` literally.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _REASONS = {
 #: Python's own protocols: what asks for an attribute or for an abstract method catches these.
 _PROTOCOL = ("AttributeError", "NotImplementedError")
 _LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+_ENDING = re.compile(r" \[errors#([a-z0-9-]+)\]$")
 _PLACEHOLDER = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?[diouxXeEfFgGcrsa%]")
 
 
@@ -80,7 +82,19 @@ def _is_log(call: ast.Call) -> bool:
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     if isinstance(owner, ast.Name) and owner.id == "logger":
         return _called(call) in _LEVELS
-    return _called(call) == "say"
+    return _called(call) in ("say", "say_once")
+
+
+def _hands_on(call: ast.Call) -> bool:
+    """Whether a function of ours logs what it was given, in ``hosts/engine_log.py``."""
+    return all(isinstance(arg, (ast.Name, ast.Starred)) for arg in call.args)
+
+
+def _name_at_end(text: ast.expr) -> str:
+    if not isinstance(text, ast.Constant) or not isinstance(text.value, str):
+        return ""
+    match = _ENDING.search(text.value)
+    return match[1] if match else ""
 
 
 def _is_anchored(text: ast.expr) -> bool:
@@ -107,9 +121,12 @@ def _look(path: Path) -> list[Message | Unnamed]:
         if not isinstance(node, ast.Call):
             continue
         name = _called(node)
-        if _is_log(node):
-            texts = [a for a in node.args if not isinstance(a, ast.Attribute)]  # but for a level
-            if not texts or not _is_anchored(texts[0]):
+        if _is_log(node) and not _hands_on(node):
+            given = node.args[1:] if name == "say_once" else node.args  # but for a topic
+            texts = [a for a in given if not isinstance(a, ast.Attribute)]  # but for a level
+            if texts and (its_end := _name_at_end(texts[0])):
+                found.append(Message(its_end, _pattern(texts[0]), where))
+            elif not texts or not _is_anchored(texts[0]):
                 unnamed()
         elif name == "anchored":
             text, its_name = [*node.args, ast.Constant("")][:2]

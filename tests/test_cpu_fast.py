@@ -10,6 +10,7 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from functools import cache
@@ -472,8 +473,25 @@ def test_a_damaged_library_is_compiled_anew(home: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         load()
     assert "is damaged, and is compiled anew" in caplog.text
+    assert caplog.text.rstrip().endswith("[errors#cpu-kernels-damaged]")
     (whole,) = libraries(home)
     assert whole.stem == cpu_library._hash(whole)
+
+
+def test_what_another_process_removes_meanwhile_is_not_missed(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load()
+    (library,) = libraries(home)
+
+    def remove(path: Path) -> str:
+        path.unlink()
+        return "damaged"
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cpu_library, "_hash", remove)
+        assert cpu_library._kept(library.parent) is None
+    assert not caplog.records
 
 
 @pytest.mark.filterwarnings(
@@ -505,7 +523,9 @@ def test_it_is_compiled_where_the_process_rounds_otherwise(home: Path) -> None:
     assert len(libraries(home)) == 1
 
 
-def test_what_is_in_the_folder_and_is_no_library(home: Path) -> None:
+def test_what_is_in_the_folder_and_is_no_library(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     load()
     (library,) = libraries(home)
     library.unlink()
@@ -513,6 +533,8 @@ def test_what_is_in_the_folder_and_is_no_library(home: Path) -> None:
     library.with_name(f"{hashlib.sha256(nonsense).hexdigest()}.so").write_bytes(nonsense)
     library.with_name("a.so").mkdir()
     load()
+    (record,) = caplog.records
+    assert "cannot be loaded (file too short), and is compiled anew" in record.getMessage()
     assert sorted(path.name for path in libraries(home)) == sorted(["a.so", library.name])
 
 
@@ -555,7 +577,7 @@ print(rows["cpu_reference"].chosen, rows["cpu_fast"].reason)
 def test_without_a_compiler_the_reference_serves(home: Path, tmp_path: Path) -> None:
     value, row = run_python(QUANTIZES, PATH=str(tmp_path)).splitlines()
     assert float(value) == 2.0
-    assert row == "True needs a C compiler, and there is no cc: install gcc or clang"
+    assert row == "True needs a C compiler, and there is no cc, gcc or clang: install gcc or clang"
 
 
 def test_compilers_that_fail(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -620,6 +642,28 @@ def test_a_compiler_that_knows_no_tuning(
     monkeypatch.setenv("CC", script(tmp_path / "old", refuses))
     load()
     assert len(libraries(home)) == 1
+
+
+def test_a_compiler_that_knows_the_machine_and_no_other_tuning(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the machine's instructions the kernels take several times as long."""
+    called = tmp_path / "called"
+    refuses = (
+        f'#!/bin/sh\ncase "$*" in *vect-cost*) exit 1;; esac\necho "$*" >>{called}\nexec cc "$@"\n'
+    )
+    monkeypatch.setenv("CC", script(tmp_path / "old", refuses))
+    load()
+    version, compiled = called.read_text(encoding="utf-8").splitlines()
+    assert version == "--version"
+    assert "-march=native" in compiled.split()
+
+
+def test_no_room_for_what_the_compiler_says(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert why_not().startswith("no temporary file can be made (No such file or directory): ")
 
 
 @pytest.mark.parametrize(

@@ -252,6 +252,11 @@ BROKEN = {
 }
 
 
+def assert_logged(problem: str, caplog: pytest.LogCaptureFixture) -> None:
+    (record,) = caplog.records
+    assert record.getMessage() == f"NVFP4 is Triton's: {problem} [errors#flashinfer-left-out]"
+
+
 @pytest.mark.parametrize("change", BROKEN)
 def test_triton_serves_beside_another_flashinfer(
     change: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -265,7 +270,7 @@ def test_triton_serves_beside_another_flashinfer(
         f"FlashInfer 0.7.4 is left out: {BROKEN[change]}; pip install --upgrade flashinfer-python"
     )
     assert said == f"Triton kernels; {problem}"
-    assert [record.getMessage() for record in caplog.records] == [f"NVFP4 is Triton's: {problem}"]
+    assert_logged(problem, caplog)
 
 
 @pytest.mark.parametrize("error", [OSError("no libcuda.so.1"), ImportError("no tvm_ffi")])
@@ -336,7 +341,7 @@ def test_triton_serves_where_its_functions_cannot_be_had(
         f"({type(error).__name__}: {error}); pip install --upgrade flashinfer-python"
     )
     assert reason(SM_100) == f"Triton kernels; {problem}"
-    assert [record.getMessage() for record in caplog.records] == [f"NVFP4 is Triton's: {problem}"]
+    assert_logged(problem, caplog)
 
 
 def test_an_interrupt_of_its_functions_goes_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +378,7 @@ def test_triton_serves_where_it_cannot_say_what_it_serves(
     )
     assert reason(SM_100) == f"Triton kernels; {problem}"
     assert not stand_in.calls
-    assert [record.getMessage() for record in caplog.records] == [f"NVFP4 is Triton's: {problem}"]
+    assert_logged(problem, caplog)
 
 
 def test_facts_of_the_stand_in_are_the_expected_ones() -> None:
@@ -739,7 +744,7 @@ def test_a_first_call_that_fails_says_what_it_needs(monkeypatch: pytest.MonkeyPa
         "build failed. Ninja output. Unless its kernels are installed compiled, it compiles them "
         "at the first call: install nvcc, ninja and a C++ compiler for that, or the kernels by "
         "`flashinfer install-jit-cache-wheel`. Triton serves without FlashInfer: pip uninstall "
-        "flashinfer-python, or set KVCACHE_PLUGIN_BLOCK=cuda_sm100"
+        "flashinfer-python, or set KVCACHE_PLUGIN_BLOCK=cuda_sm100 [errors#flashinfer-first-call]"
     )
     assert raised.value.__cause__ is no_nvcc
 

@@ -1,7 +1,7 @@
 """CPU: FP8 and NVFP4 by C kernels, with the reference's bits.
 
 The kernels are compiled by the machine's C compiler when a CPU is first selected, which takes a
-second, and are then in the user's cache. Where that cannot be, the reference serves.
+second or two, and are then in the user's cache. Where that cannot be, the reference serves.
 """
 
 from __future__ import annotations
@@ -85,5 +85,9 @@ def _library() -> Library | str:
         return load(cpu_check.what_is_wrong)
     except UnavailableError as error:
         if error.is_fault:
-            logger.warning("K and V on the CPU are left to the reference, which is slow: %s", error)
+            logger.warning(
+                "K and V on the CPU are left to the reference, which is slow: %s "
+                "[errors#cpu-kernels-missing]",
+                error,
+            )
         return str(error)

@@ -89,7 +89,7 @@ INLINE float float_of(uint32_t bits) {
     return x;
 }
 
-/* a + b·c with one rounding, where b is a power of two: so is the sum of an exact product. */
+/* a + b·c with one rounding, where c is a power of two: the product is exact, the sum is rounded. */
 INLINE float add_scaled(float a, float b, float c) {
 #ifdef FP_FAST_FMAF
     return fmaf(b, c, a);
@@ -289,8 +289,9 @@ INLINE void quantize_chunk(
     float reciprocals[CHUNK], spread[CHUNK * BLOCK];
     uint8_t codes[CHUNK * BLOCK];
 
-    /* The largest magnitude whose block has a code of 0 for a scale that is negative or NaN. */
-    uint32_t hopeless = bits_of(scale) > EXPONENT ? infinity_of(dtype) : UINT32_MAX;
+    /* A block with this maximum has codes of 0 alone. It is the infinity, whose reciprocal is
+     * negative or NaN where the scale is; with any other scale no block has it. */
+    uint32_t all_zero = bits_of(scale) > EXPONENT ? infinity_of(dtype) : UINT32_MAX;
     block_maxima(x, largest, dtype);
     for (int b = 0; b < CHUNK; b++) {
         float ideal = value_of(largest[b], dtype) / (6.0f * scale);
@@ -307,7 +308,7 @@ INLINE void quantize_chunk(
         reciprocal = reciprocal < FLOAT32_MAX ? reciprocal : FLOAT32_MAX;
         /* 0 also where it is NaN, or negative: then each code is 0. With a mask, since compilers
          * make branches of a choice, and do not vectorise them. */
-        uint32_t is_used = (code != 0) & (code != e4m3.nan) & (largest[b] != hopeless);
+        uint32_t is_used = (code != 0) & (code != e4m3.nan) & (largest[b] != all_zero);
         reciprocals[b] = float_of(bits_of(reciprocal) & -is_used);
     }
     for (int b = 0; b < CHUNK; b++)
@@ -321,7 +322,7 @@ INLINE void quantize_chunk(
         magnitude = magnitude > most ? 0 : magnitude;
         float y = value_of(magnitude, dtype) * spread[i];
         /* The steps between codes are 1/2 to 2, 1 to 4 and 2 above: a code is the smallest of 2·y,
-         * y + 2 and y/2 + 4, rounded to an even integer. At 2^23 a float32 ends with the ones. */
+         * y + 2 and y/2 + 4, rounded to an even integer: from 2^23 on float32 has no fraction. */
         uint32_t low = bits_of(add_scaled(0x1p23f, y, 2.0f));
         uint32_t middle = bits_of(y + (0x1p23f + 2));
         uint32_t high = bits_of(add_scaled(0x1p23f + 4, y, 0.5f));

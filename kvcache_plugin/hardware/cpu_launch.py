@@ -26,7 +26,7 @@ FORMATS: Final = {"fp8_e4m3": 0, "fp8_e5m2": 1, "fp8_e4m3fnuz": 2, "nvfp4": 3}
 #: Numbers of a job without its geometry, and the format of one that is a row.
 _FIELDS: Final = 9
 _PACKED: Final = "11q"
-#: An address that is not used.
+#: In place of an address that the job does not use: 0 is that of a tensor without memory.
 _NOTHING: Final = 1
 #: How many leading dimensions a job can have.
 _MOST_DIMS: Final = 8

@@ -1,4 +1,4 @@
-"""The C kernels of the CPU as a library: compiled once on a machine, and kept in the user's cache.
+"""The C kernels of the CPU as a library: compiled once, and kept in the user's cache.
 
 A library is in a folder for its source, its compiler and the machine's instructions, under a name
 that is the hash of its bytes: what was damaged is not loaded, and what several processes write at
@@ -22,7 +22,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,8 +52,10 @@ _FLAGS: Final = (
     *("-ffp-contract=off", "-fno-fast-math", "-fno-unsafe-math-optimizations"),
     *("-fno-math-errno", "-fno-trapping-math"),
 )
-#: What not every compiler knows, or not for every machine: left out where it is refused.
-_TUNING: Final = ("-march=native", "-fvect-cost-model=dynamic")
+#: What not every compiler knows, or not for every machine: left out where it is refused, the
+#: instructions of the machine last.
+_NATIVE: Final = ("-march=native",)
+_TUNING: Final = (*_NATIVE, "-fvect-cost-model=dynamic")
 _TUNING_X86: Final = ("-mprefer-vector-width=512",)
 _LIBRARIES: Final = ("-lm",)
 _COMPILERS: Final = ("cc", "gcc", "clang")
@@ -152,13 +154,14 @@ def _find_compiler() -> Compiler:
     if wanted.strip():
         raise UnavailableError(f"CC={wanted!r} is not there: unset it, or name a C compiler")
     raise UnavailableError(
-        "needs a C compiler, and there is no cc: install gcc or clang", is_fault=False
+        "needs a C compiler, and there is no cc, gcc or clang: install gcc or clang",
+        is_fault=False,
     )
 
 
 def _compile(compiler: Compiler, target: Path) -> None:
     tuning = (*_TUNING, *(_TUNING_X86 if platform.machine() in ("x86_64", "AMD64") else ()))
-    for extra in (tuning, ()):
+    for extra in (tuning, _NATIVE, ()):
         flags = [*_FLAGS, *extra]
         done = _run([*compiler.command, *flags, "-o", str(target), str(SOURCE), *_LIBRARIES])
         if done.returncode == 0 and target.exists():
@@ -176,10 +179,10 @@ def _output_of(command: Sequence[str]) -> str:
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run a program; when it does not end by itself, end it, and what it has started.
 
-    :raises UnavailableError: when it cannot be run, or hangs.
+    :raises UnavailableError: when it cannot be run, or hangs, or there is no room for what it says.
     """
     # A file, not a pipe: what outlives the program would hold a pipe open.
-    with tempfile.TemporaryFile() as output:
+    with _temporary_file() as output:
         try:
             process = subprocess.Popen(
                 command,
@@ -206,6 +209,16 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         output.seek(0)
         text = output.read().decode(errors="replace")
     return subprocess.CompletedProcess(command, status, text)
+
+
+def _temporary_file() -> IO[bytes]:
+    try:
+        return tempfile.TemporaryFile()
+    except OSError as error:
+        raise UnavailableError(
+            f"no temporary file can be made ({_what(error)}): make room for it, or set TMPDIR to a "
+            "folder that can be written"
+        ) from error
 
 
 def _complaint(done: subprocess.CompletedProcess[str]) -> str:
@@ -290,7 +303,11 @@ def _make_private(folder: Path) -> None:
 
 
 def _check_parents(base: Path) -> None:
-    """Anybody who may rename what is in a folder could put another one in its place."""
+    """Anybody who may rename what is in a folder could put another one in its place.
+
+    A group is trusted: with a umask of 002 that of a user, often of this user alone, may write to
+    whatever the user makes. In the folders of our own it is not.
+    """
     for folder in (base, *base.parents):
         mode = folder.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
@@ -313,14 +330,19 @@ def _check_is_ours(folder: Path, status: os.stat_result) -> None:
 
 
 def _kept(folder: Path) -> Library | None:
-    """The library that is in the folder; what is damaged is removed."""
-    for path in sorted(folder.glob("*.so")):
-        if path.is_file() and path.stem == _hash(path):
-            with suppress(OSError):
-                return Library.at(path)
-        logger.warning("%s is damaged, and is compiled anew", path)
-        if path.is_file():
+    """The library that is in the folder; one that cannot be used is removed."""
+    for path in filter(Path.is_file, sorted(folder.glob("*.so"))):
+        with suppress(FileNotFoundError):  # another process may be removing it too
+            problem = "is damaged"
+            if path.stem == _hash(path):
+                try:
+                    return Library.at(path)
+                except OSError as error:
+                    problem = f"cannot be loaded ({str(error).removeprefix(f'{path}: ')})"
             path.unlink()
+            logger.warning(
+                "%s %s, and is compiled anew [errors#cpu-kernels-damaged]", path, problem
+            )
     return None
 
 

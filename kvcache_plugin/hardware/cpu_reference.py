@@ -146,7 +146,8 @@ def _say_if_last_resort(device: Device) -> None:
 def _say_last_resort(device: Device) -> None:
     logger.warning(
         "K and V on %s are quantized by the CPU reference, plain torch, as the last resort: exact, "
-        "and slow. `kvcache-plugin explain --device %s` says what is missing",
+        "and slow. `kvcache-plugin explain --device %s` says what is missing "
+        "[errors#cpu-reference-serves]",
         device,
         device,
     )

@@ -26,7 +26,14 @@ from kvcache_plugin.hardware.triton_hooks import NVFP4, validate_kv_scales
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["dequantize_kv", "describe_kv", "quantize_kv", "quantize_kv_pair", "validate_kv_scales"]
+__all__ = [
+    "dequantize_kv",
+    "describe_kv",
+    "quantize_kv",
+    "quantize_kv_pair",
+    "supports",
+    "validate_kv_scales",
+]
 
 #: How far its quantizer may be from the reference: "FlashInfer" in ``docs/numerics.md``.
 TOLERANCE: Final = KVTolerance(codes=1 / 64, block_scales=1 / 16, nan=True)
@@ -43,6 +50,16 @@ _WARP: Final = 256
 #: It loads two values, or four codes, at once, from addresses that are multiples of these.
 _VALUES_ALIGNMENT: Final = 4
 _CODES_ALIGNMENT: Final = 2
+
+
+def supports(device: Device, kv_cache_dtype: str, *, major: int) -> bool | str:
+    """Whether a module serves a format on a device, or why not.
+
+    :param major: of the CUDA capability that the module is for.
+    """
+    if device.capability is None or device.capability[0] != major:
+        return f"serves CUDA {major}.x, and this is {device}"
+    return triton_hooks.supports(kv_cache_dtype)
 
 
 @hookimpl

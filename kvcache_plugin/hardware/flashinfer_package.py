@@ -74,7 +74,7 @@ def installed() -> FlashInfer:
     else:
         found = _examined(module)
     if found.problem:
-        logger.warning("NVFP4 is Triton's: %s", found.problem)
+        _say(found.problem)
     return found
 
 
@@ -111,12 +111,16 @@ def why_not_flashinfer(device: Device) -> str:
                 f"{name} of FlashInfer {flashinfer.version} does not say whether it serves "
                 f"{device} ({_one_line(error)}): {_UPGRADE}"
             )
-            logger.warning("NVFP4 is Triton's: %s", problem)
+            _say(problem)
             return problem
         if 10 * major + minor not in declared:
             names = ", ".join(f"sm_{capability}" for capability in declared) or "no GPU"
             return f"FlashInfer {flashinfer.version} declares {name} for {names}, and not {device}"
     return ""
+
+
+def _say(problem: str) -> None:
+    logger.warning("NVFP4 is Triton's: %s [errors#flashinfer-left-out]", problem)
 
 
 def problems(module: object) -> Iterator[str]:
@@ -157,7 +161,8 @@ def call(name: str, device: Device, *arguments: object) -> Any:
             f"{_one_line(error)}. Unless its kernels are installed compiled, it compiles them at "
             "the first call: install nvcc, ninja and a C++ compiler for that, or the kernels by "
             "`flashinfer install-jit-cache-wheel`. Triton serves without FlashInfer: pip uninstall "
-            f"flashinfer-python, or set KVCACHE_PLUGIN_BLOCK=cuda_sm{device.capability[0]}0"
+            f"flashinfer-python, or set KVCACHE_PLUGIN_BLOCK=cuda_sm{device.capability[0]}0",
+            name="flashinfer-first-call",
         ) from error
     _proven.add(name)
     return result
