@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,6 +38,7 @@ _DISTRIBUTIONS: Final = (
 _VARIABLES: Final = ("TRITON_INTERPRET", "KVCACHE_PLUGIN_BLOCK", "CUDA_VISIBLE_DEVICES")
 #: What the drivers of NVIDIA and AMD say of themselves on Linux.
 _DRIVERS: Final = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version")
+_CPU_INFO: Final = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,17 @@ def find_device(name: str | None) -> torch.device:
     except RuntimeError:
         return _card(Device.parse(name))
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise KVCacheError(f"no tensor can be put on {name!r} here: torch sees no GPU. {_REMEDY}")
+        raise KVCacheError(
+            f"no tensor can be put on {name!r} here: torch sees no GPU. {_REMEDY}",
+            name="device-not-here",
+        )
     try:
         one = torch.ones(1, device=device)
         one.item()  # the meta device has no values
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         raise KVCacheError(
-            f"no tensor can be put on {name!r} here: {one_line(error)}. {_REMEDY}"
+            f"no tensor can be put on {name!r} here: {one_line(error)}. {_REMEDY}",
+            name="device-not-here",
         ) from error
     return one.device
 
@@ -98,10 +104,10 @@ def _card(wanted: Device) -> torch.device:
     for card in cards:
         if Device.of(card) == wanted:
             return card
-    if wanted.kind == "cpu":
-        return torch.device("cpu")
     here = ", ".join(f"{card} is {Device.of(card)}" for card in cards) or "torch sees no GPU"
-    raise KVCacheError(f"there is no {wanted} on this machine: {here}. {_REMEDY}")
+    raise KVCacheError(
+        f"there is no {wanted} on this machine: {here}. {_REMEDY}", name="device-not-here"
+    )
 
 
 def describe_machine(device: torch.device) -> Machine:
@@ -109,9 +115,7 @@ def describe_machine(device: torch.device) -> Machine:
     is_gpu = device.type == "cuda"
     return Machine(
         str(device),
-        torch.cuda.get_device_name(device)
-        if is_gpu
-        else platform.processor() or platform.machine(),
+        torch.cuda.get_device_name(device) if is_gpu else _processor(),
         str(hardware),
         hardware.capability,
         _runtime() if is_gpu else "",
@@ -121,6 +125,16 @@ def describe_machine(device: torch.device) -> Machine:
         {"kvcache-plugin": __version__, **dict(_versions())},
         {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     )
+
+
+def _processor() -> str:
+    """The model, as Linux says it; else, as for many that are no x86, what kind it is."""
+    try:
+        text = _CPU_INFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    model = re.search(r"^model name\s*:\s*(\S.*)$", text, re.MULTILINE)
+    return model[1].strip() if model else platform.processor() or platform.machine()
 
 
 def _runtime() -> str:

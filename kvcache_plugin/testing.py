@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvcache_plugin.conformance.candidate import Candidate
 from kvcache_plugin.conformance.cases import Case, Verdict, cases
 from kvcache_plugin.conformance.comparing import Difference, Problem
-from kvcache_plugin.errors import KVCacheError
+from kvcache_plugin.errors import KVCacheError, anchored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,13 +54,19 @@ class ConformanceSuite:
         __tracebackhide__ = True
         if case is None:
             self._cases()  # raises again what stood in the way
-            raise AssertionError("the implementation serves something now, and did not at first")
+            raise AssertionError(
+                anchored(
+                    "the implementation serves something now, and did not at first",
+                    "conformance-unsteady",
+                )
+            )
         verdict = case.run(self._candidate())
         if verdict.problems:
-            what = f"{case}: {case.check.summary}"
-            raise AssertionError("\n".join([what, *map(str, verdict.problems)]))
+            found = "\n".join(map(str, verdict.problems))
+            what = f"{case}: {case.check.summary}\n{found}"
+            raise AssertionError(anchored(what, "conformance-differs"))
         if verdict.skipped:
-            raise unittest.SkipTest(verdict.skipped)
+            raise unittest.SkipTest(anchored(verdict.skipped, "conformance-skipped"))
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Called by pytest, which so need not be imported here."""
@@ -82,6 +88,7 @@ class ConformanceSuite:
         if self.implementation is None:
             raise KVCacheError(
                 f"{type(self).__name__} has no implementation to test; set `implementation` to a "
-                "module, or to an instance of a class, with hook functions"
+                "module, or to an instance of a class, with hook functions",
+                name="conformance-nothing-checked",
             )
         return Candidate.of(self.implementation, torch_device=self.torch_device, device=self.device)

@@ -440,6 +440,7 @@ def test_a_broken_one_is_told_and_the_others_go_on(
     assert "\ntheirs: its supports_kv raised OSError: no driver\n" in printed
     assert "\nothers: it cannot be imported: ImportError: no kernels\n" in printed
     assert "cpu_reference" in printed
+    assert re.search(r"; load average \d+\.\d, this command included$", printed, re.MULTILINE)
 
 
 @pytest.mark.usefixtures("install")

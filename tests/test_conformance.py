@@ -1070,7 +1070,11 @@ class SupportsRaises(Right):
             None,
             r"^ServesNothing on cpu has nothing to be checked. fp8_e4m3: serves",
         ),
-        (ServesOne(), [NVFP4], r"^ServesOne on cpu does not serve nvfp4: serves \('fp8_e4m3',\)$"),
+        (
+            ServesOne(),
+            [NVFP4],
+            r"^ServesOne on cpu does not serve nvfp4: serves \('fp8_e4m3',\) \[errors#",
+        ),
         (
             ServesOne(),
             ["fp9"],
@@ -1257,11 +1261,13 @@ def test_pytest_makes_a_test_of_each_case(outcome: dict[str, str]) -> None:
         assert outcome[f"TestWrong::test_conforms[zeros-fp8_e4m3-{dtype}]"] == "FAILED"
     assert outcome["TestWrong::test_conforms[plain-fp8_e4m3-bfloat16]"] == "PASSED"
     assert "-0, scale 1: got 0x00 (0), expected 0x80 (-0)" in outcome[""]
+    assert "[errors#conformance-differs]" in outcome[""]
 
 
 def test_pytest_skips_what_is_passed_by(outcome: dict[str, str]) -> None:
     assert outcome["TestPasses::test_conforms[plain-fp8_e4m3-bfloat16]"] == "PASSED"
-    assert re.search(r"SKIPPED .*: it passes on shape \(128,\); ", outcome[""])
+    skipped = r"SKIPPED .*: it passes on shape \(128,\); .* \[errors#conformance-skipped\]$"
+    assert re.search(skipped, outcome[""], re.MULTILINE)
 
 
 @pytest.mark.parametrize(

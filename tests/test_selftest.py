@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import platform
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from kvcache_plugin import cli, device, formats, machine, manager
 from kvcache_plugin.conformance import cases
 from kvcache_plugin.hardware import cpu_reference
 from tests.conftest import THEIRS
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CHECKS = ("plain", "zeros", "infinity", "extreme_scales", "dequantize_known", "default_scales")
 
@@ -339,3 +343,26 @@ def test_an_architecture_is_the_first_card_that_has_it(monkeypatch: pytest.Monke
 def test_the_cpu_is_the_default_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert machine.find_device(None) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        (
+            "processor\t: 0\nmodel\t\t: 143\nmodel name\t: Xeon Platinum 8480+\nflags\t\t: fpu\n",
+            "Xeon",
+        ),
+        ("processor\t: 0\nBogoMIPS\t: 50.00\nCPU part\t: 0xd40\n", "aarch64"),
+        (None, "aarch64"),
+    ],
+    ids=["x86", "Arm", "no Linux"],
+)
+def test_the_processor_has_the_name_that_linux_gives_it(
+    told: str | None, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(machine, "_CPU_INFO", tmp_path / "cpuinfo")
+    if told is not None:
+        (tmp_path / "cpuinfo").write_text(told, encoding="utf-8")
+    assert machine.describe_machine(torch.device("cpu")).name.startswith(name)

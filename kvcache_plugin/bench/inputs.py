@@ -21,7 +21,8 @@ HEADS: Final = 8
 HEAD_DIM: Final = 128
 DTYPE: Final = torch.bfloat16
 
-#: Inputs fill this many caches, and no more bytes than that.
+#: K of all inputs fills this many caches, and no more bytes than that. Codes are as many, and so
+#: smaller: those to be dequantized stay in a cache, in part.
 _CACHES: Final = 2
 _MOST_BYTES: Final = 512 << 20
 #: Of small inputs, which are many; these stay in a cache, in part.

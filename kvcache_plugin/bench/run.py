@@ -13,13 +13,15 @@ import torch
 
 from kvcache_plugin.bench.contestants import COPY, Contest, Contestant, contests
 from kvcache_plugin.bench.inputs import Inputs, last_cache_bytes
-from kvcache_plugin.bench.timing import Call, Clock, Sample, Spread, Stopwatch
+from kvcache_plugin.bench.timing import Clock, Sample, Spread, Stopwatch
 from kvcache_plugin.hosts.peers import AbsentPeerError
 from kvcache_plugin.machine import Machine, describe_machine
 from kvcache_plugin.plugins import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from kvcache_plugin.hosts.peers import Call
 
 Outcome: TypeAlias = Literal["timed", "raised", "given up", "absent"]
 Progress: TypeAlias = Callable[[int, int], None]
@@ -87,7 +89,8 @@ class Bench:
     """What a run gives.
 
     :param threads: those that torch uses on the CPU.
-    :param load: processes that were running when it began, in the mean of a minute.
+    :param load: the system's load average when it began: processes that were running or waited to,
+        this one among them, in the mean of a minute.
     :param cache_bytes: the size of the device's last cache.
     """
 
@@ -317,7 +320,7 @@ def _warm(racer: _Racer, inputs: Inputs, expected: float, stopwatch: Stopwatch) 
     call = racer.contestant.prepare(inputs)
     first = took = stopwatch.time(call, [0]).wall
     if took > _UNUSUAL * expected:
-        # It may have compiled something, which is not done again and is on no account.
+        # It may have compiled something, which is not done again: its time is charged to nobody.
         took = stopwatch.time(call, [1]).wall
     racer.spend(took)
     if _FEWEST_ROUNDS * took > racer.left:

@@ -27,7 +27,7 @@ def head_lines(bench: Bench) -> Iterator[str]:
     yield (
         f"K or V of [tokens, {HEADS}, {HEAD_DIM}] in {str(DTYPE).removeprefix('torch.')}; "
         f"{bench.threads} threads on the CPU; the last cache has {bench.cache_bytes >> 20} MiB; "
-        f"{bench.load:.1f} other processes were running"
+        f"load average {bench.load:.1f}, this command included"
     )
 
 

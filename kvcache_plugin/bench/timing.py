@@ -13,8 +13,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: What is timed: it is given the number of the input.
-Call: TypeAlias = Callable[[int], object]
+    from kvcache_plugin.hosts.peers import Call
+
 #: Seconds since whenever.
 Clock: TypeAlias = Callable[[], float]
 

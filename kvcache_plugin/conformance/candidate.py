@@ -208,7 +208,8 @@ def _torch_device(given: torch.device | str) -> torch.device:
     except (RuntimeError, TypeError, ValueError) as error:
         raise KVCacheError(
             f"torch_device is what torch.device takes, cpu or cuda:0 for instance, got {given!r}; "
-            "an architecture such as sm_90 is a device, and no torch_device"
+            "an architecture such as sm_90 is a device, and no torch_device",
+            name="torch-device-unknown",
         ) from error
 
 

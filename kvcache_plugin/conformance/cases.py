@@ -84,18 +84,24 @@ def cases(candidate: Candidate, kv_cache_dtypes: Sequence[str] | None = None) ->
         if unclear or not asked:
             reasons = unclear or {f.name: candidate.why_not(f) for f in candidate.all_formats}
             said = "; ".join(f"{name}: {why}" for name, why in reasons.items())
-            raise KVCacheError(f"{candidate} has nothing to be checked. {said}")
+            raise KVCacheError(
+                f"{candidate} has nothing to be checked. {said}", name="conformance-nothing-checked"
+            )
     else:
         asked = tuple(_format(candidate, name) for name in kv_cache_dtypes)
         if not asked:
             raise KVCacheError(
                 f"{candidate}: no format is asked for, so nothing would be checked; name one, or "
-                "say None for all that it serves"
+                "say None for all that it serves",
+                name="conformance-nothing-checked",
             )
         for kv_format in asked:
             if not candidate.hooks(kv_format):
                 why = candidate.why_not(kv_format)
-                raise KVCacheError(f"{candidate} does not serve {kv_format.name}: {why}")
+                raise KVCacheError(
+                    f"{candidate} does not serve {kv_format.name}: {why}",
+                    name="conformance-nothing-checked",
+                )
     return tuple(case for kv_format in asked for case in _cases_of(candidate, kv_format))
 
 
@@ -118,5 +124,8 @@ def _format(candidate: Candidate, name: str) -> KVFormat:
     kv_format = candidate.kv_format(name)
     if kv_format is None:
         known = ", ".join(known.name for known in candidate.all_formats)
-        raise KVCacheError(f"{candidate} knows no format {name!r}; known names are {known}")
+        raise KVCacheError(
+            f"{candidate} knows no format {name!r}; known names are {known}",
+            name="conformance-nothing-checked",
+        )
     return kv_format

@@ -2,8 +2,8 @@
 project's, with 8.4 M values of bfloat16. It ends with ``bench --json``'s object in one line.
 
 The others are what somebody would write in place of ``cpu_fast``: a bare cast, which neither
-divides nor clamps; plain torch compiled; the same arithmetic in numba; and ``cpu_fast`` itself on
-one thread, or into new memory as plain torch and torchao do.
+divides nor clamps; plain torch, and the reference, compiled; about the same arithmetic in numba;
+and ``cpu_fast`` itself on one thread, or into new memory as plain torch and torchao do.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvcache_plugin.bench.inputs import Inputs
-    from kvcache_plugin.bench.timing import Call
     from kvcache_plugin.formats import KVFormat
+    from kvcache_plugin.hosts.peers import Call
 
 TOKENS = 8192
 
@@ -92,13 +92,18 @@ def _compiled_fp8(inputs: Inputs) -> Call:
 
 
 def _compiled_nvfp4(inputs: Inputs) -> Call:
+    """The reference's arithmetic. K is made float32 before it, outside of what is compiled."""
     compiled: Any = torch.compile(cpu_reference._nvfp4_codes)
     keys, scale = inputs.keys, inputs.scale(NVFP4)
     return lambda i: compiled(keys[i].float(), scale)
 
 
 def _numba(inputs: Inputs) -> Call:
-    """The same arithmetic, block by block, on as many threads; from float32, as numpy has it."""
+    """About the same arithmetic, block by block, on as many threads; from float32, as numpy has it.
+
+    It is less than what is defined: block scales stay float32, and NaN, infinities and -0 get no
+    care.
+    """
     import numba
     import numpy as np
 
