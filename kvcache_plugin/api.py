@@ -80,6 +80,7 @@ def quantize_kv(
     :param out: buffers to fill, which share no memory with the tensor: ``data`` for FP8,
         ``(data, block_scales)`` for NVFP4, or an earlier result to write over; of the two only the
         new result is valid then.
+    :returns: the codes and what dequantizes them, on the tensor's device.
     :raises KVQuantizeError: for a tensor, scale, format or buffer that does not fit.
     :raises NoImplementationError: when no implementation serves the device and format.
     """
@@ -147,6 +148,8 @@ def explain(device: DeviceLike, kv_cache_dtype: str) -> tuple[Explanation, ...]:
     """Every implementation in call order: name, distribution, chosen or not, and the reason.
 
     :param device: as in ``validate_kv_scales``; no such hardware needs to be present.
+    :param kv_cache_dtype: as in ``validate_kv_scales``.
+    :returns: one for each, the first that is called in front.
     :raises KVCacheError: for a device or format that is unknown.
     """
     hardware = Device.of(device)
@@ -170,6 +173,7 @@ def register(plugin: object, name: str | None = None) -> None:
 def unregister(plugin: object) -> None:
     """Take out an implementation that ``register`` added.
 
+    :param plugin: the object that ``register`` was given.
     :raises KVCacheError: for a plugin that is not registered.
     """
     get_manager().unregister(plugin)

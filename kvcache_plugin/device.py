@@ -49,6 +49,7 @@ class Device:
     def of(cls, x: Device | torch.device | torch.Tensor | str) -> Device:
         """The hardware that a tensor is on, that a ``torch.device`` names, or that a string names.
 
+        :param x: one of these, or a ``Device``, which is given back.
         :raises KVCacheError: for a name that is unknown, or a GPU that this machine does not have.
         """
         if isinstance(x, Device):
@@ -73,6 +74,7 @@ class Device:
     def parse(cls, name: str) -> Device:
         """``"sm_90"``, ``"gfx942"`` and ``"cpu"`` need no hardware; ``"cuda:0"`` asks the card.
 
+        :param name: one of these, or another name that ``torch.device`` takes, in any case.
         :raises KVCacheError: for a name that is unknown, or a GPU that this machine does not have.
         """
         if not isinstance(name, str):

@@ -91,6 +91,8 @@ class Implementation:
 class Explanation:
     """What one implementation does for a device and format.
 
+    :param name: the implementation's.
+    :param distribution: name and version of the package that brings it.
     :param chosen_for: the hooks that it is called for first.
     :param reason: why it is chosen, comes later, or does not take part.
     :param is_broken: whether it takes no part because it, or its ``supports_kv``, does not work.

@@ -28,7 +28,11 @@ class QuantizedKV:
 
 
 class OutBuffers(NamedTuple):
-    """Buffers that the caller owns, to be filled: of the shapes and dtypes of a ``QuantizedKV``."""
+    """Buffers that the caller owns, to be filled: of the shapes and dtypes of a ``QuantizedKV``.
+
+    :param data: for the codes.
+    :param block_scales: for the block scales; ``None`` for a format without.
+    """
 
     data: torch.Tensor
     block_scales: torch.Tensor | None = None
