@@ -14,7 +14,8 @@ import torch
 from kvcache_plugin import KVScaleError
 from kvcache_plugin.hosts import gate as gate_module
 from kvcache_plugin.hosts.coverage import StoredLayer, assign
-from kvcache_plugin.hosts.gate import Load, LoadGate
+from kvcache_plugin.hosts.gate import LoadGate
+from kvcache_plugin.hosts.load import Load
 from kvcache_plugin.hosts.loaded import LoadedScales
 from kvcache_plugin.settings import read_settings
 from tests.engine.checkpoints import write_checkpoint
@@ -28,6 +29,7 @@ NAN = float("nan")
 CPU = torch.device("cpu")
 NAME = "model.layers.{}.self_attn.attn"
 ENGINE = "SGLang"
+ACTIVE = " [errors#active]"
 DROPPED = "model.layers.{layer}.self_attn.qkv_proj.{side}_scale"
 
 
@@ -144,7 +146,7 @@ class TestBeforeTheWeights:
         (warning,) = messages(caplog, logging.WARNING)
         assert "is no sound safetensors file" in warning
         (line,) = messages(caplog, logging.INFO)
-        assert line.endswith("not compared with them: the files could not be read")
+        assert line.endswith(f"not compared with them: the files could not be read{ACTIVE}")
 
     def test_twenty_layers_are_listed_in_the_models_order(self, tmp_path: Path) -> None:
         scales: dict[int, tuple[Scale, Scale]] = dict.fromkeys(range(24), (NAN, 0.06))
@@ -181,7 +183,9 @@ class TestBeforeTheWeights:
         with gate.model([(torch.nn.Module(), held)], load=load):
             pass
         (line,) = messages(caplog, logging.INFO)
-        assert line.endswith("not compared with them: the weights are no safetensors files")
+        assert line.endswith(
+            f"not compared with them: the weights are no safetensors files{ACTIVE}"
+        )
 
     def test_without_a_quantized_cache_nothing_is_read(self, tmp_path: Path) -> None:
         before(LoadGate(ENGINE, "strict"), tmp_path / "nowhere", [])
@@ -197,7 +201,7 @@ class TestCoverage:
         assert record.getMessage().endswith(
             "checked the K/V scales of 2 layers (fp8_e4m3 on cpu, cpu_fast): 2 from the "
             "checkpoint, 0 duplicated, 0 default; K 0.04 to 0.05, V 0.06 to 0.07; every scale in "
-            "the files arrived"
+            f"the files arrived{ACTIVE}"
         )
 
     def test_scales_that_did_not_arrive_are_listed_with_the_reason(
@@ -213,7 +217,7 @@ class TestCoverage:
         ) in warning
         (line,) = messages(caplog, logging.INFO)
         assert "0 from the checkpoint, 0 duplicated, 2 default" in line
-        assert line.endswith("scales in the files did not arrive on 2 layers")
+        assert line.endswith(f"scales in the files did not arrive on 2 layers{ACTIVE}")
 
     def test_one_side_that_did_not_arrive(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -268,7 +272,7 @@ class TestCoverage:
         write_checkpoint(tmp_path)
         load_model(tmp_path, layer(0), layer(1))
         (line,) = [record.getMessage() for record in caplog.records]
-        assert line.endswith("the files hold no K/V scale, and every layer runs with 1.0")
+        assert line.endswith(f"the files hold no K/V scale, and every layer runs with 1.0{ACTIVE}")
 
     def test_layers_without_a_place_for_scales(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -285,7 +289,7 @@ class TestCoverage:
     ) -> None:
         write_checkpoint(tmp_path, {0: (0.05, 0.06)}, scale_name=DROPPED)
         gate = LoadGate(ENGINE, "strict")
-        gate.speaks = lambda: False
+        gate.log.speaks = lambda: False
         load_model(tmp_path, layer(0), gate=gate)
         assert caplog.records == []
 
@@ -299,7 +303,9 @@ class TestCoverage:
         with gate.model([(torch.nn.Module(), held)], load=load):
             pass
         (line,) = messages(caplog, logging.INFO)
-        assert line.endswith("not compared with them: consolidated.safetensors was not read")
+        assert line.endswith(
+            f"not compared with them: consolidated.safetensors was not read{ACTIVE}"
+        )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 
 from kvcache_plugin import KVScaleError
 from kvcache_plugin.hosts import gate as gate_module
+from kvcache_plugin.hosts import verdicts
 from kvcache_plugin.hosts.gate import LoadGate
 from kvcache_plugin.hosts.loaded import LoadedScales, present, unless_marked
 
@@ -74,7 +75,7 @@ def test_an_error_of_the_engine_does_not_hide_corrupt_layers_that_belong_togethe
     assert "model.layers.1.attn" in notes
     assert "model.layers.2.attn" in notes
     assert "model.layers.0.attn" not in notes
-    assert not gate.goes_on
+    assert not gate.is_collecting
 
 
 @pytest.mark.parametrize(("corrupt", "more"), [(20, None), (21, "and 1 more"), (40, "and 20 more")])
@@ -86,7 +87,7 @@ def test_twenty_layers_are_listed(corrupt: int, more: str | None) -> None:
         pytest.fail("not reached")
     message = str(refused.value)
     assert message.count("model.layers.") == 20
-    assert ("more layers" in message) == (more is not None)
+    assert ("more layer" in message) == (more is not None)
     assert (more or "") in message
 
 
@@ -124,7 +125,7 @@ def test_the_active_line_is_said_once_and_counts_what_was_checked(
     (line,) = [r.getMessage() for r in caplog.records if "is active" in r.getMessage()]
     assert line.endswith(
         "is active in Engine, mode strict: checked the K/V scales of 3 layers (fp8_e4m3 on cpu, "
-        "cpu_fast): 3 from the checkpoint, 0 duplicated, 0 default; K 0.05, V 0.06"
+        "cpu_fast): 3 from the checkpoint, 0 duplicated, 0 default; K 0.05, V 0.06 [errors#active]"
     )
 
 
@@ -147,7 +148,7 @@ def test_what_failed_was_not_checked_and_stops_nothing(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError("a fault of a plugin")
 
-    monkeypatch.setattr(gate_module, "validate_kv_scales", fail)
+    monkeypatch.setattr(verdicts, "validate_kv_scales", fail)
     caplog.set_level(logging.INFO)
     gate, loaded = LoadGate("Engine", "strict"), layers(3)
     with gate.model(loaded):
@@ -163,7 +164,7 @@ def test_a_remedy_that_is_missing_leaves_no_gap(monkeypatch: pytest.MonkeyPatch)
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise KVScaleError("the vendor says no", layer="attn")
 
-    monkeypatch.setattr(gate_module, "validate_kv_scales", refuse)
+    monkeypatch.setattr(verdicts, "validate_kv_scales", refuse)
     with (
         pytest.raises(KVScaleError, match=r"attn: the vendor says no\. KVCACHE_PLUGIN_MODE=warn"),
         LoadGate("Engine", "strict").model(layers(1)),
@@ -215,7 +216,7 @@ def test_only_exactly_minus_one_is_a_marker(dtype: torch.dtype) -> None:
 def test_start_reads_the_switches_once(variables: dict[str, str], hooked: bool, said: str) -> None:
     code = (
         "from kvcache_plugin.hosts.gate import start\n"
-        "for _ in range(2): start('Engine', lambda gate, _: print('hooked', gate.engine))\n"
+        "for _ in range(2): start('Engine', lambda gate, _: print('hooked', gate.log.engine))\n"
     )
     clean = {k: v for k, v in os.environ.items() if not k.startswith("KVCACHE_PLUGIN_")}
     done = subprocess.run(

@@ -11,6 +11,7 @@ import pytest
 
 from kvcache_plugin import cli, doctor
 from kvcache_plugin.checkpoint.engine_rules import RELEASES as DESCRIBED
+from kvcache_plugin.errors import KVCacheError
 from kvcache_plugin.hosts.engines import ENGINES
 from kvcache_plugin.hosts.releases import (
     KNOWN_NOT_TO_WORK,
@@ -26,7 +27,7 @@ from kvcache_plugin.hosts.seams import VLLM_RANK
 from tests.engine import venvs
 from tests.pages.releases import table
 
-OLDEST = Release("vLLM", "0.30.0", "2026-11-30", "0.1.0", {"torch": "2.13.0"}, 7, (), (1, 2))
+OLDEST = Release("vLLM", "0.30.0", "2026-11-30", "0.1.0", {"torch": "2.13.0"}, 7, ())
 BROKEN = replace(OLDEST, release="0.31.0", sound_failure="a sound checkpoint was not served")
 NEWEST = replace(OLDEST, release="0.32.0")
 RUN = (NEWEST, BROKEN, OLDEST)
@@ -77,7 +78,7 @@ def test_any_failure_counts(failure: str) -> None:
 
 @pytest.mark.parametrize("fields", [{"release": "0.33.0.dev1"}, {"date": "yesterday"}])
 def test_what_is_no_release_or_date_is_not_recorded(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"is no (release|date)"):
+    with pytest.raises(KVCacheError, match=r"is no (release|date)"):
         replace(NEWEST, **fields)
 
 

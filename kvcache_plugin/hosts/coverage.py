@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from kvcache_plugin.checkpoint.report import StoredScale
     from kvcache_plugin.hosts.loaded import LoadedScales
 
-_MOST_LAYERS_LISTED: Final = 20
-
 
 @dataclass(frozen=True)
 class StoredLayer:
@@ -182,18 +180,6 @@ def lost_scales(
             names = tuple(shown(scale.name) for scale in scales)
             lost.append(LostScale(layers[0].layer, names, "; ".join(reasons)))
     return tuple(lost)
-
-
-def describe(lost: Sequence[LostScale]) -> str:
-    """What did not arrive, the first twenty layers by name."""
-    lines = [
-        f"  {one.layer}: {', '.join(one.names)}{f' ({one.reason})' if one.reason else ''}"
-        for one in lost[:_MOST_LAYERS_LISTED]
-    ]
-    if len(lost) > _MOST_LAYERS_LISTED:
-        lines.append(f"  and {len(lost) - _MOST_LAYERS_LISTED} more layers")
-    number = f"{len(lost)} layer{'s' * (len(lost) != 1)}"
-    return "\n".join([f"K/V scales in the files did not arrive on {number}", *lines])
 
 
 _FLOATS: Final = ("F64", "F32", "F16", "BF16")

@@ -9,6 +9,8 @@ import threading
 from importlib.abc import Loader, MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
+from kvcache_plugin.errors import anchored
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from importlib.machinery import ModuleSpec
@@ -50,7 +52,7 @@ class _Watcher(MetaPathFinder):
             spec = importlib.util.find_spec(fullname)
         except Exception as error:
             # The search goes on with the next finder, which meets the same fault and reports it.
-            logger.debug("looking for %s failed: %r", fullname, error)
+            logger.debug(anchored("looking for %s failed: %r", "import-failed"), fullname, error)
             return None
         finally:
             self._asking.others = False

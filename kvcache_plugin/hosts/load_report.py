@@ -14,6 +14,7 @@ import torch
 
 from kvcache_plugin import __version__
 from kvcache_plugin.api import explain
+from kvcache_plugin.errors import anchored, counted
 from kvcache_plugin.hosts.engines import ENGINES
 from kvcache_plugin.settings import REPORT
 
@@ -21,10 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvcache_plugin.hosts.coverage import LostScale
+    from kvcache_plugin.hosts.engine_log import EngineLog
     from kvcache_plugin.hosts.loaded import LoadedScales
     from kvcache_plugin.scales import KVScales
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class LoadFacts:
             if scales is not None
         ]
         parts = [
-            f"checked the K/V scales of {self.checked} layer{'s' * (self.checked != 1)} "
+            f"checked the K/V scales of {counted(self.checked, 'layer')} "
             f"({self.kv_cache_dtype} on {self.device}{f', {by}' if by else ''}): "
             f"{self.from_checkpoint} from the checkpoint, {self.duplicated} duplicated, "
             f"{self.default} default",
@@ -124,14 +124,14 @@ class ReportFile:
     """The file of one process, written anew after each load; it never raises.
 
     :param file: the value of ``KVCACHE_PLUGIN_REPORT``, empty for no file.
+    :param log: where a file is told that cannot be written.
     """
 
     file: str
-    engine: str
     mode: str
     coverage: str
+    log: EngineLog
     _loads: list[LoadFacts] = field(default_factory=list)
-    _has_failed: bool = False
 
     @property
     def path(self) -> Path:
@@ -147,16 +147,21 @@ class ReportFile:
         try:
             _replace(self.path, json.dumps(self._object(), indent=2, allow_nan=False) + "\n")
         except (OSError, ValueError) as error:
-            if not self._has_failed:
-                logger.warning("%s=%s cannot be written: %s", REPORT.name, self.file, error)
-            self._has_failed = True
+            self.log.say_once(
+                REPORT.name,
+                logging.WARNING,
+                anchored("%s=%s cannot be written: %s", "report-not-written"),
+                REPORT.name,
+                self.file,
+                error,
+            )
 
     def _object(self) -> dict[str, object]:
         versions = {engine.title: engine.version for engine in ENGINES}
         return {
             "kvcache_plugin": __version__,
-            "engine": self.engine,
-            "engine_version": versions.get(self.engine),
+            "engine": self.log.engine,
+            "engine_version": versions.get(self.log.engine),
             "pid": os.getpid(),
             "mode": self.mode,
             "coverage": self.coverage,

@@ -60,7 +60,7 @@ def raw_scales(layer: Any) -> tuple[Raw, Raw]:
     return raws[0], raws[1]
 
 
-def put_raw_back(layers: Iterable[Any]) -> None:
+def restore_raw(layers: Iterable[Any]) -> None:
     """Let the raw scales stand where new ones are about to be loaded."""
     for layer, processed in _processed(layers):
         for parameter, raw in zip(_parameters(layer), processed.raw, strict=True):
@@ -68,7 +68,7 @@ def put_raw_back(layers: Iterable[Any]) -> None:
         setattr(layer, _ATTRIBUTE, replace(processed, stands=_standing(layer)))
 
 
-def put_back(layers: Iterable[Any]) -> None:
+def restore_ours(layers: Iterable[Any]) -> None:
     """Let stand what we left there, where something else was loaded or memory was lost."""
     for layer, processed in _processed(layers):
         for parameter, stood in zip(_parameters(layer), processed.stands, strict=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from kvcache_plugin.errors import KVCacheError, shown
+from kvcache_plugin.errors import KVCacheError, counted, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,11 +62,10 @@ class Release:
     :param packages: versions of what else decides, by name.
     :param seams: how many symbols of this engine we touch.
     :param left_out: those that do not fit this release; the plugin works without them.
-    :param tokens: what a sound checkpoint generated without the plugin.
     :param register_failure: what ``register()`` did wrong, empty if nothing.
     :param sound_failure: what was wrong with the sound checkpoint's serving, empty if nothing.
     :param corrupt_failure: what was wrong with a corrupt one's refusal, empty if nothing.
-    :raises ValueError: the release or the date is no such thing.
+    :raises KVCacheError: the release or the date is no such thing.
     """
 
     engine: str
@@ -76,7 +75,6 @@ class Release:
     packages: Mapping[str, str]
     seams: int
     left_out: tuple[LeftOut, ...]
-    tokens: tuple[int, ...]
     register_failure: str = ""
     sound_failure: str = ""
     corrupt_failure: str = ""
@@ -84,7 +82,10 @@ class Release:
     def __post_init__(self) -> None:
         order(self.release)
         if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", self.date):
-            raise ValueError(f"{self.engine} {self.release}: {self.date!r} is no date")
+            raise KVCacheError(
+                f"{self.engine} {self.release}: {self.date!r} is no date",
+                name="releases-unreadable",
+            )
 
     @property
     def verdict(self) -> Verdict:
@@ -94,18 +95,18 @@ class Release:
         if any(failures):
             return Verdict(KNOWN_NOT_TO_WORK, f"{'; '.join(filter(None, failures))} ({ran})")
         number = len(self.left_out)
-        without = f", without {number} seam{'s' * (number != 1)} of {self.seams}" if number else ""
+        without = f", without {counted(number, 'seam')} of {self.seams}" if number else ""
         return Verdict(PROVEN, ran + without)
 
 
 def order(release: str) -> tuple[tuple[int, ...], int]:
     """By what releases are sorted.
 
-    :raises ValueError: the version is none of a release.
+    :raises KVCacheError: the version is none of a release.
     """
     found = _RELEASE.fullmatch(release)
     if found is None:
-        raise ValueError(f"{release!r} is no release")
+        raise KVCacheError(f"{release!r} is no release", name="releases-unreadable")
     return tuple(map(int, found[1].split("."))), int(found[2] or -1)
 
 
@@ -116,16 +117,18 @@ def read_releases() -> tuple[Release, ...]:
     """
     try:
         return tuple(_release(each) for each in json.loads(RECORD.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, LookupError) as error:
+    except (KVCacheError, OSError, ValueError, TypeError, LookupError) as error:
+        why = error.problem if isinstance(error, KVCacheError) else repr(error)
         raise KVCacheError(
-            f"the record of releases, {shown(str(RECORD))}, cannot be read: {error!r}. Install "
-            "kvcache-plugin again"
+            f"the record of releases, {shown(str(RECORD))}, cannot be read: {why}. Install "
+            "kvcache-plugin again",
+            name="releases-unreadable",
         ) from error
 
 
 def _release(fields: dict[str, Any]) -> Release:
     left_out = tuple(LeftOut(**each) for each in fields["left_out"])
-    return Release(**{**fields, "left_out": left_out, "tokens": tuple(fields["tokens"])})
+    return Release(**{**fields, "left_out": left_out})
 
 
 def verdict(releases: Sequence[Release], engine: str, version: str) -> Verdict:

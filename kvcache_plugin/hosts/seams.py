@@ -29,43 +29,47 @@ class Seam:
         return f"{self.module}.{self.qualname}"
 
 
-VLLM_LAYER: Final = Seam(
-    "vllm",
+_SEAMS: list[Seam] = []
+
+
+def _touched(module: str, qualname: str, parameters: tuple[str, ...], purpose: str) -> Seam:
+    """A seam in the table of all, in which they stand in this order."""
+    seam = Seam(module.partition(".")[0], module, qualname, parameters, purpose)
+    _SEAMS.append(seam)
+    return seam
+
+
+VLLM_LAYER: Final = _touched(
     "vllm.model_executor.layers.quantization.kv_cache",
     "BaseKVCacheMethod.process_weights_after_loading",
     ("self", "layer"),
     "checks and writes the scales of one layer; without it none is checked",
 )
-VLLM_MODEL: Final = Seam(
-    "vllm",
+VLLM_MODEL: Final = _touched(
     "vllm.model_executor.model_loader.utils",
     "process_weights_after_loading",
     ("model", "model_config", "target_device"),
     "checks all layers before the first is processed, and lets the hook write their caches",
 )
-VLLM_MARKER: Final = Seam(
-    "vllm",
+VLLM_MARKER: Final = _touched(
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
     "CompressedTensorsKVCacheMethod.create_weights",
     ("self", "layer"),
     "marks scales that no checkpoint has set yet",
 )
-VLLM_CONFIG: Final = Seam(
-    "vllm",
+VLLM_CONFIG: Final = _touched(
     "vllm.config.vllm",
     "get_current_vllm_config_or_none",
     (),
     "tells a dummy load's random weights from a checkpoint's; without it no scale is checked",
 )
-VLLM_LOAD: Final = Seam(
-    "vllm",
+VLLM_LOAD: Final = _touched(
     "vllm.model_executor.model_loader.default_loader",
     "DefaultModelLoader.load_weights",
     ("self", "model", "model_config"),
     "knows which model is loaded from which files",
 )
-VLLM_FILES: Final = Seam(
-    "vllm",
+VLLM_FILES: Final = _touched(
     "vllm.model_executor.model_loader.default_loader",
     "DefaultModelLoader._prepare_weights",
     (
@@ -78,22 +82,19 @@ VLLM_FILES: Final = Seam(
     ),
     "checks the scales in the files before the weights are read",
 )
-VLLM_RELOAD: Final = Seam(
-    "vllm",
+VLLM_RELOAD: Final = _touched(
     "vllm.model_executor.model_loader.reload.layerwise",
     "finalize_layerwise_processing",
     ("model", "model_config"),
     "lets vLLM end a reload that is refused; without it a sound one cannot follow",
 )
-VLLM_RANK: Final = Seam(
-    "vllm",
+VLLM_RANK: Final = _touched(
     "vllm.distributed.parallel_state",
     "get_tensor_model_parallel_rank",
     (),
     "lets one process speak for all that hold parts of the same layers",
 )
-VLLM_WRITE: Final = Seam(
-    "vllm",
+VLLM_WRITE: Final = _touched(
     "vllm.model_executor.layers.attention.attention",
     "unified_kv_cache_update",
     ("key", "value", "layer_name"),
@@ -101,12 +102,11 @@ VLLM_WRITE: Final = Seam(
 )
 #: Compilation asks these of a backend before it fuses the write with what comes before it.
 VLLM_FUSED_WRITES: Final = tuple(
-    Seam(
-        "vllm",
+    _touched(
         "vllm.v1.attention.backend",
         f"AttentionImpl.{question}",
         ("self",),
-        "keeps a fused write from passing the hook by",
+        "keeps a write that is fused with RoPE from passing the hook by",
     )
     for question in (
         "fused_rope_kvcache_supported",
@@ -114,8 +114,7 @@ VLLM_FUSED_WRITES: Final = tuple(
         "fused_qk_norm_mrope_kvcache_supported",
     )
 )
-VLLM_SHUFFLED: Final = Seam(
-    "vllm",
+VLLM_SHUFFLED: Final = _touched(
     "vllm._aiter_ops",
     "rocm_aiter_ops.is_shuffle_kv_cache_enabled",
     ("cls",),
@@ -148,65 +147,56 @@ def vllm_backend_per_head(backend: type) -> Seam:
     )
 
 
-SGLANG_HOOKS: Final = Seam(
-    "sglang",
+SGLANG_HOOKS: Final = _touched(
     "sglang.srt.plugins.hook_registry",
     "HookRegistry.register",
     ("cls", "target", "hook", "hook_type"),
-    "wraps the other seams; without it no scale is checked",
+    "puts our functions around the others of SGLang; without it no scale is checked",
 )
-SGLANG_LAYER: Final = Seam(
-    "sglang",
+SGLANG_LAYER: Final = _touched(
     "sglang.srt.layers.quantization.kv_cache",
     "BaseKVCacheMethod.process_weights_after_loading",
     ("self", "layer"),
     "checks and writes the scales of one layer; without it none is checked",
 )
-SGLANG_MODEL: Final = Seam(
-    "sglang",
+SGLANG_MODEL: Final = _touched(
     "sglang.srt.model_loader.loader",
     "DefaultModelLoader.postprocess_weights",
     ("model", "target_device"),
     "checks all layers before the first is processed",
 )
-SGLANG_RESTORE: Final = Seam(
-    "sglang",
+SGLANG_RESTORE: Final = _touched(
     "sglang.srt.model_loader.loader",
     "DefaultModelLoader.restore_weights_before_loading",
     ("model", "target_device"),
     "puts raw scales back before a reload",
 )
-SGLANG_FILE: Final = Seam(
-    "sglang",
+SGLANG_FILE: Final = _touched(
     "sglang.srt.model_executor.model_runner_components.load_model_utils",
     "load_kv_cache_scales",
     ("*", "model", "kv_cache_dtype"),
     "checks and writes the scales of --quantization-param-path",
 )
-SGLANG_CONFIG: Final = Seam(
-    "sglang",
+SGLANG_CONFIG: Final = _touched(
     "sglang.srt.runtime_context",
     "get_model",
     (),
     "tells the KV cache dtype and a dummy load; without it no scale is checked",
 )
 
-SGLANG_LOADER: Final = Seam(
-    "sglang",
+SGLANG_LOADER: Final = _touched(
     "sglang.srt.model_loader.loader",
     "get_model_loader",
     ("load_config", "model_config"),
     "says which loaders are left alone",
 )
-SGLANG_LOAD: Final = Seam(
-    "sglang",
+SGLANG_LOAD: Final = _touched(
     "sglang.srt.model_loader.loader",
     "DefaultModelLoader._get_all_weights",
     ("self", "model_config", "model"),
     "knows which model is loaded from which files",
 )
-SGLANG_FILES: Final = Seam(
-    "sglang",
+SGLANG_FILES: Final = _touched(
     "sglang.srt.model_loader.loader",
     "DefaultModelLoader._prepare_weights",
     (
@@ -218,64 +208,55 @@ SGLANG_FILES: Final = Seam(
     ),
     "checks the scales in the files before the weights are read",
 )
-SGLANG_RANK: Final = Seam(
-    "sglang",
+SGLANG_RANK: Final = _touched(
     "sglang.srt.runtime_context",
     "get_parallel",
     (),
     "lets one process speak for all that hold parts of the same layers",
 )
-SGLANG_DISK_UPDATE: Final = Seam(
-    "sglang",
+SGLANG_DISK_UPDATE: Final = _touched(
     "sglang.srt.model_executor.model_runner_components.weight_updater",
     "WeightUpdater.update_weights_from_disk",
     ("self", "model_path", "load_format"),
     "checks the files of an update before they are read, and lets SGLang go back to the old ones",
 )
-SGLANG_IPC_UPDATE: Final = Seam(
-    "sglang",
+SGLANG_IPC_UPDATE: Final = _touched(
     "sglang.srt.model_executor.model_runner_components.weight_updater",
     "WeightUpdater.update_weights_from_ipc",
     ("self", "recv_req"),
     "answers an update with corrupt scales with an error",
 )
-SGLANG_END_UPDATE: Final = Seam(
-    "sglang",
+SGLANG_END_UPDATE: Final = _touched(
     "sglang.srt.model_executor.model_runner_components.weight_updater",
     "WeightUpdater.end_weight_update",
     ("self", "*", "run_post_load"),
     "keeps the scales from before an update whose own are corrupt",
 )
-SGLANG_END_ANSWER: Final = Seam(
-    "sglang",
+SGLANG_END_ANSWER: Final = _touched(
     "sglang.srt.managers.scheduler_components.weight_updater",
     "SchedulerWeightUpdaterManager.end_weight_update",
     ("self", "recv_req"),
     "answers an update with corrupt scales with an error; without it the server dies of them",
 )
-SGLANG_RESUME: Final = Seam(
-    "sglang",
+SGLANG_RESUME: Final = _touched(
     "sglang.srt.managers.scheduler_components.weight_updater",
     "_import_static_state",
     ("model", "static_params"),
     "brings scales back whose memory was released",
 )
-SGLANG_POOL_WRITE: Final = Seam(
-    "sglang",
+SGLANG_POOL_WRITE: Final = _touched(
     "sglang.srt.mem_cache.memory_pool",
     "MHATokenToKVPool.set_kv_buffer",
     ("self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale"),
     "rounds K and V for FP8 pools",
 )
-SGLANG_PREFIX_WRITE: Final = Seam(
-    "sglang",
+SGLANG_PREFIX_WRITE: Final = _touched(
     "sglang.srt.mem_cache.memory_pool",
     "MHATokenToKVPool.set_kv_buffer_prefix_valid",
     ("self", "layer", "loc_2d", "commit_lens", "cache_k", "cache_v", "k_scale", "v_scale"),
     "rounds K and V of accepted draft tokens where no fused kernel does",
 )
-SGLANG_CPU_WRITE: Final = Seam(
-    "sglang",
+SGLANG_CPU_WRITE: Final = _touched(
     "sglang.srt.layers.quantization.fp4_kv_cache_quant_method",
     "CPUFP8KVCacheMethod.quantize_and_store",
     (
@@ -292,61 +273,53 @@ SGLANG_CPU_WRITE: Final = Seam(
     ),
     "writes caches of cpu_fp8_e4m3",
 )
-SGLANG_NVFP4_QUANTIZE: Final = Seam(
-    "sglang",
+SGLANG_NVFP4_QUANTIZE: Final = _touched(
     "sglang.srt.layers.quantization.kvfp4_tensor",
     "NVFP4KVQuantizeUtil.quantize",
     ("tensor", "global_scale"),
     "quantizes K and V to NVFP4",
 )
-SGLANG_NVFP4_DEQUANTIZE: Final = Seam(
-    "sglang",
+SGLANG_NVFP4_DEQUANTIZE: Final = _touched(
     "sglang.srt.layers.quantization.kvfp4_tensor",
     "NVFP4KVQuantizeUtil.dequantize",
     ("quant_tensor", "block_scales", "global_scale", "dtype"),
     "reads K and V from NVFP4",
 )
 
-SGLANG_NVFP4_PREFILL: Final = Seam(
-    "sglang",
+SGLANG_NVFP4_PREFILL: Final = _touched(
     "sglang.srt.arg_groups.kv_cache_hook",
     "handle_nvfp4_prefill_kv_dequant_dtype",
     ("server_args",),
-    "lets NVFP4 caches pass that are read as plain K and V",
+    "lets NVFP4 caches that are read as plain K and V pass on backends that read no FP4",
 )
-SGLANG_NVFP4_BACKENDS: Final = Seam(
-    "sglang",
+SGLANG_NVFP4_BACKENDS: Final = _touched(
     "sglang.srt.arg_groups.kv_cache_hook",
     "handle_kv4_compatibility",
     ("server_args",),
-    "lets the same pass on other hardware than Blackwell",
+    "lets NVFP4 caches that are read as plain K and V pass on other hardware than Blackwell",
 )
-SGLANG_FP4_DTYPE: Final = Seam(
-    "sglang",
+SGLANG_FP4_DTYPE: Final = _touched(
     "sglang.srt.utils.common",
     "is_float4_e2m1fn_x2",
     ("dtype",),
-    "knows NVFP4 caches without CUDA",
+    "knows NVFP4 caches where there is no CUDA",
 )
-SGLANG_KV_METHOD: Final = Seam(
-    "sglang",
+SGLANG_KV_METHOD: Final = _touched(
     "sglang.srt.layers.quantization.fp4_kv_cache_quant_method",
     "get_kv_cache_quant_method",
     ("name",),
     "makes the NVFP4 caches that are read as plain K and V",
 )
-SGLANG_FUSED_WRITE: Final = Seam(
-    "sglang",
+SGLANG_FUSED_WRITE: Final = _touched(
     "sglang.srt.models.utils",
     "enable_fused_set_kv_buffer",
     ("forward_batch",),
-    "keeps ROCm's fused writes from such a cache",
+    "keeps ROCm's fused writes from NVFP4 caches that are read as plain K and V",
 )
 #: What such a cache is made of, and what is asked before one is made.
 SGLANG_NVFP4_NEEDS: Final = (
     *(
-        Seam(
-            "sglang",
+        _touched(
             "sglang.srt.layers.quantization.fp4_kv_cache_quant_method",
             f"KVCacheQuantMethodBase.{method}",
             ("self", *parameters),
@@ -375,8 +348,7 @@ SGLANG_NVFP4_NEEDS: Final = (
         )
     ),
     *(
-        Seam(
-            "sglang",
+        _touched(
             f"sglang.srt.{module}",
             function,
             parameters,
@@ -392,45 +364,8 @@ SGLANG_NVFP4_NEEDS: Final = (
     ),
 )
 
-SEAMS: Final = (
-    VLLM_LAYER,
-    VLLM_MODEL,
-    VLLM_MARKER,
-    VLLM_CONFIG,
-    VLLM_LOAD,
-    VLLM_FILES,
-    VLLM_RELOAD,
-    VLLM_RANK,
-    VLLM_WRITE,
-    *VLLM_FUSED_WRITES,
-    VLLM_SHUFFLED,
-    SGLANG_HOOKS,
-    SGLANG_LAYER,
-    SGLANG_MODEL,
-    SGLANG_RESTORE,
-    SGLANG_FILE,
-    SGLANG_CONFIG,
-    SGLANG_LOADER,
-    SGLANG_LOAD,
-    SGLANG_FILES,
-    SGLANG_RANK,
-    SGLANG_DISK_UPDATE,
-    SGLANG_IPC_UPDATE,
-    SGLANG_END_UPDATE,
-    SGLANG_END_ANSWER,
-    SGLANG_RESUME,
-    SGLANG_POOL_WRITE,
-    SGLANG_PREFIX_WRITE,
-    SGLANG_CPU_WRITE,
-    SGLANG_NVFP4_QUANTIZE,
-    SGLANG_NVFP4_DEQUANTIZE,
-    SGLANG_NVFP4_PREFILL,
-    SGLANG_NVFP4_BACKENDS,
-    SGLANG_FP4_DTYPE,
-    SGLANG_KV_METHOD,
-    SGLANG_FUSED_WRITE,
-    *SGLANG_NVFP4_NEEDS,
-)
+#: All of the above, but for those of the backends in use.
+SEAMS: Final = tuple(_SEAMS)
 
 # What only `kvcache-plugin bench --peers` calls. Nothing is changed there, and no engine needs
 # them, so they are no part of SEAMS.
@@ -456,7 +391,7 @@ VLLM_PEER_CPU_ISA: Final = Seam(
     "vllm.v1.attention.backends.cpu_attn",
     "_get_attn_isa",
     ("dtype", "block_size", "head_size", "kv_cache_dtype"),
-    "tells which of its kernels vLLM writes with",
+    "tells which of vLLM's kernels for the CPU writes",
 )
 VLLM_PEER_CUDA_WRITE: Final = Seam(
     "vllm",
@@ -486,7 +421,7 @@ SGLANG_PEER_FP4_DEQUANTIZE: Final = Seam(
     "sglang.srt.layers.quantization.kvfp4_tensor",
     "FP4MXBlock16KVQuantizeUtil.batched_dequantize",
     ("quant_tensor", "scale_factors", "dtype"),
-    "times its way back",
+    "times SGLang's FP4 dequantizer that is no NVFP4",
 )
 #: Together with ``SGLANG_CPU_WRITE``.
 PEERS: Final = (

@@ -1,4 +1,4 @@
-"""SGLang: K/V scales are checked after loading, each time that SGLang processes them."""
+"""SGLang: K/V scales are checked in the files, and on the layers each time they are processed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from kvcache_plugin.device import Device
 from kvcache_plugin.errors import KVScaleError
 from kvcache_plugin.hosts import fitting, seams, sglang_nvfp4, sglang_updates, sglang_writes
-from kvcache_plugin.hosts.gate import Load, LoadGate, leave_out, start
+from kvcache_plugin.hosts.gate import LoadGate, start
+from kvcache_plugin.hosts.load import Load
 from kvcache_plugin.hosts.loaded import LoadedScales, present
-from kvcache_plugin.hosts.processed import name_of, put_raw_back, raw_scales, remember
+from kvcache_plugin.hosts.processed import name_of, raw_scales, remember, restore_raw
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,24 +50,24 @@ def _hook(gate: LoadGate, _: Settings) -> None:
     adapter = _Adapter(gate)
     wrappers = (
         *adapter.wrappers(),
-        *sglang_updates.wrappers(gate, adapter, problem_of),
-        *sglang_writes.wrappers(),
-        *sglang_nvfp4.wrappers(gate, problem_of),
+        *sglang_updates.wrappers(gate.log, adapter, problem_of),
+        *sglang_writes.wrappers(gate.log),
+        *sglang_nvfp4.wrappers(gate.log, problem_of),
     )
     for seam, wrapper in wrappers:
         problem = problem_of(seam)
         if problem:
-            leave_out(gate.engine, seam, problem)
+            gate.log.leave_out(seam, problem)
         else:
             HookRegistry.register(seam.path, wrapper, HookType.AROUND)
     if _fits(gate, seams.SGLANG_RANK):
-        gate.speaks = _is_first_rank
+        gate.log.speaks = _is_first_rank
 
 
 def _fits(gate: LoadGate, seam: Seam) -> bool:
     problem = _problem(seam)
     if problem:
-        leave_out(gate.engine, seam, problem)
+        gate.log.leave_out(seam, problem)
     return not problem
 
 
@@ -89,6 +90,7 @@ class _Adapter:
 
     def __init__(self, gate: LoadGate) -> None:
         self._gate = gate
+        self._log = gate.log
         self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self._loading: tuple[ReferenceType[torch.nn.Module], Load] | None = None
         #: Told of each refusal before it is raised.
@@ -118,7 +120,7 @@ class _Adapter:
     ) -> Any:
         """Say which loaders are left alone: they bring processed weights, or none of a file."""
         loader = original(load_config, *args, **kwargs)
-        self._gate.guarded("looking at the loader", self._say_left_alone, loader)
+        self._log.guarded("looking at the loader", self._say_left_alone, loader)
         return loader
 
     def _say_left_alone(self, loader: Any) -> None:
@@ -151,7 +153,7 @@ class _Adapter:
         prepared = original(loader, *args, **kwargs)
         model = self._loading[0]() if self._loading is not None else None
         if self._loading is not None and model is not None:
-            guarded, find = self._gate.guarded, self._quantized_layers
+            guarded, find = self._log.guarded, self._quantized_layers
             layers = guarded("looking for quantized caches", find, model)
             with self._refusals_told():
                 self._gate.before_weights(self._loading[1], layers or [], prepared)
@@ -165,7 +167,7 @@ class _Adapter:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        guarded, find = self._gate.guarded, self._loaded_layers
+        guarded, find = self._log.guarded, self._loaded_layers
         layers = guarded("looking for K/V scales", find, model, target_device) or []
         load = self._take_load(model)
         bare = guarded("looking for quantized caches", self._bare_layers, model) if load else []
@@ -207,7 +209,7 @@ class _Adapter:
         self, original: Callable[..., Any], method: Any, layer: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Check one layer, let SGLang process it, and see that each copy has the result."""
-        guarded = self._gate.guarded
+        guarded = self._log.guarded
         scales = None
         found = guarded("looking for the K/V scales of a layer", self._find, method, layer)
         if found is not None:
@@ -232,7 +234,7 @@ class _Adapter:
         **kwargs: Any,
     ) -> Any:
         """Put raw scales back before new ones are loaded over them, as SGLang does with weights."""
-        self._gate.guarded("restoring K/V scales", lambda: put_raw_back(model.modules()))
+        self._log.guarded("restoring K/V scales", lambda: restore_raw(model.modules()))
         return original(model, target_device, *args, **kwargs)
 
     def load_file(
@@ -241,7 +243,7 @@ class _Adapter:
         """Check scales that came from a JSON file instead of the checkpoint, one for K and V."""
         result = original(model=model, kv_cache_dtype=kv_cache_dtype, **kwargs)
         find = self._file_layers
-        layers = self._gate.guarded("looking for K/V scales", find, model, kv_cache_dtype)
+        layers = self._log.guarded("looking for K/V scales", find, model, kv_cache_dtype)
         if layers:
             with self._gate.model(layers):
                 for module, found in layers:
@@ -279,7 +281,7 @@ class _Adapter:
             if isinstance(method, BaseKVCacheMethod):
                 self._names[module] = name
                 find = (self._find, method, module, target_device)
-                found = self._gate.guarded("looking for the K/V scales of a layer", *find)
+                found = self._log.guarded("looking for the K/V scales of a layer", *find)
                 if found is not None:
                     layers.append((module, found))
         return layers

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvcache_plugin.api import explain
+from kvcache_plugin.errors import anchored
 from kvcache_plugin.formats import NVFP4
 from kvcache_plugin.hosts import seams
 from kvcache_plugin.hosts.packed_nvfp4 import PackedNVFP4
@@ -24,10 +25,8 @@ from kvcache_plugin.hosts.writes import quantizer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvcache_plugin.hosts.gate import LoadGate
+    from kvcache_plugin.hosts.engine_log import EngineLog
     from kvcache_plugin.hosts.seams import Seam
-
-logger = logging.getLogger(__name__)
 
 #: Backends that read plain K and V, and whether they multiply them by the scales of the layer.
 _BACKENDS: Final = {"triton": True, "torch_native": False, "flex_attention": False}
@@ -56,7 +55,7 @@ _NOT_SERVED: Final = {
 
 
 def wrappers(
-    gate: LoadGate, problem_of: Callable[[Seam], str]
+    log: EngineLog, problem_of: Callable[[Seam], str]
 ) -> tuple[tuple[Seam, Callable[..., Any]], ...]:
     """What is put around SGLang's functions: all of it, or nothing.
 
@@ -64,7 +63,7 @@ def wrappers(
 
     :param problem_of: why a seam cannot be used, empty where it can.
     """
-    plain = _PlainReads(gate)
+    plain = _PlainReads(log)
     around: list[tuple[Seam, Callable[..., Any]]] = [
         (seams.SGLANG_NVFP4_PREFILL, plain.handle_prefill),
         (seams.SGLANG_NVFP4_BACKENDS, plain.handle_backends),
@@ -76,10 +75,11 @@ def wrappers(
     needed = (*(seam for seam, _ in around), *seams.SGLANG_NVFP4_NEEDS)
     problem = "; ".join(filter(None, map(problem_of, needed))) or _method_problem()
     if problem:
-        logger.warning(
-            "kvcache_plugin serves no NVFP4 cache on %s of %s: %s",
+        log.say(
+            logging.WARNING,
+            anchored("kvcache_plugin serves no NVFP4 cache on %s of %s: %s", "nvfp4-not-offered"),
             _listed(_BACKENDS),
-            gate.engine,
+            log.engine,
             problem,
         )
         return ()
@@ -121,9 +121,8 @@ def _asked(server_args: Any) -> _Asked | None:
 class _PlainReads:
     """The functions that are put around SGLang's own."""
 
-    def __init__(self, gate: LoadGate) -> None:
-        self._gate = gate
-        self._said: set[str] = set()
+    def __init__(self, log: EngineLog) -> None:
+        self._log = log
         self._refuse_prefill: Callable[[Any], None] | None = None
         self._has_made_one = False
 
@@ -138,7 +137,7 @@ class _PlainReads:
         if self._serves(server_args):
             return
         # What the first gate let pass may have changed since. It is refused there as ever.
-        asked = self._gate.guarded("looking at the arguments", _asked, server_args)
+        asked = self._log.guarded("looking at the arguments", _asked, server_args)
         if self._refuse_prefill is not None and asked is not None:
             self._refuse_prefill(server_args)
         original(server_args)
@@ -169,17 +168,22 @@ class _PlainReads:
         return not self._has_made_one and original(forward_batch)
 
     def _serves(self, server_args: Any) -> bool:
-        asked = self._gate.guarded("looking at the arguments", _asked, server_args)
+        asked = self._log.guarded("looking at the arguments", _asked, server_args)
         if asked is None:
             return False
         find = functools.partial(_why_not, asked, server_args)
-        problem = self._gate.guarded("looking whether an NVFP4 cache can be served", find)
-        if problem and problem not in self._said:
-            self._said.add(problem)
-            logger.warning(
-                "kvcache_plugin leaves --kv-cache-dtype=nvfp4 on %s to %s, which refuses it: %s",
+        problem = self._log.guarded("looking whether an NVFP4 cache can be served", find)
+        if problem:
+            self._log.say_once(
+                problem,
+                logging.WARNING,
+                anchored(
+                    "kvcache_plugin leaves --kv-cache-dtype=nvfp4 on %s to %s, which refuses it: "
+                    "%s",
+                    "nvfp4-left-to-sglang",
+                ),
                 _listed(asked.backends),
-                self._gate.engine,
+                self._log.engine,
                 problem,
             )
         return problem == ""
@@ -188,15 +192,18 @@ class _PlainReads:
         """What this process serves, where it is ours: SGLang alone would have refused it before."""
         from sglang.srt.runtime_context import get_server_args
 
-        asked = self._gate.guarded("looking at the arguments", lambda: _asked(get_server_args()))
+        asked = self._log.guarded("looking at the arguments", lambda: _asked(get_server_args()))
         return asked if asked is not None and asked.is_plain else None
 
     def _say_in_use(self, asked: _Asked, device: str) -> None:
-        writer = self._gate.guarded("asking who quantizes", quantizer, device, NVFP4.name)
-        self._gate.say(
+        writer = self._log.guarded("asking who quantizes", quantizer, device, NVFP4.name)
+        self._log.say(
             logging.INFO,
-            "kvcache_plugin serves --kv-cache-dtype=nvfp4 on %s: %s quantizes what is written, and "
-            "each step dequantizes the whole cache of a layer",
+            anchored(
+                "kvcache_plugin serves --kv-cache-dtype=nvfp4 on %s: %s quantizes what is written, "
+                "and each step dequantizes the whole cache of a layer",
+                "nvfp4-served",
+            ),
             _listed(asked.backends),
             writer or "the hook",
         )

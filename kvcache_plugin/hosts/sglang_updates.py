@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from kvcache_plugin.errors import KVScaleError
+from kvcache_plugin.errors import KVScaleError, anchored
 from kvcache_plugin.hosts import seams
-from kvcache_plugin.hosts.gate import Load
-from kvcache_plugin.hosts.processed import put_back
+from kvcache_plugin.hosts.load import Load
+from kvcache_plugin.hosts.processed import restore_ours
+from kvcache_plugin.hosts.refusals import sentences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kvcache_plugin.hosts.gate import LoadGate
+    from kvcache_plugin.hosts.engine_log import EngineLog
     from kvcache_plugin.hosts.seams import Seam
 
     class Checks(Protocol):
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
 
 
 def wrappers(
-    gate: LoadGate, checks: Checks, problem_of: Callable[[Seam], str]
+    log: EngineLog, checks: Checks, problem_of: Callable[[Seam], str]
 ) -> tuple[tuple[Seam, Callable[..., Any]], ...]:
     """What is put around SGLang's functions.
 
     :param problem_of: why a seam cannot be used, empty where it can.
     """
-    updates = _Updates(gate, checks)
+    updates = _Updates(log, checks)
     around: list[tuple[Seam, Callable[..., Any]]] = [
         (seams.SGLANG_DISK_UPDATE, updates.update_from_disk),
         (seams.SGLANG_IPC_UPDATE, updates.update_from_ipc),
@@ -55,11 +56,17 @@ def wrappers(
 class _Updates:
     """The functions that are put around SGLang's own."""
 
-    def __init__(self, gate: LoadGate, checks: Checks) -> None:
-        self._gate = gate
+    def __init__(self, log: EngineLog, checks: Checks) -> None:
+        self._log = log
         self._checks = checks
-        self._refusals: list[KVScaleError] = []  # of the update that is going on
-        checks.when_refused = self._refusals.append
+        # Of the update that is going on: what was refused, and what a refusal undoes at once.
+        self._refusals: list[KVScaleError] = []
+        self._undo: Callable[[], None] = lambda: None
+        checks.when_refused = self._note
+
+    def _note(self, error: KVScaleError) -> None:
+        self._refusals.append(error)
+        self._undo()
 
     def update_from_disk(
         self,
@@ -76,15 +83,16 @@ class _Updates:
         """
         before = getattr(updater.model_config, "model_path", "")
 
-        def go_back(error: KVScaleError) -> None:
+        def go_back() -> None:
             updater.model_config.model_path = before
 
-        self._gate.guarded("looking at an update", self._expect, updater, model_path)
-        self._checks.when_refused = go_back
+        self._refusals.clear()
+        self._log.guarded("looking at an update", self._expect, updater, model_path)
+        self._undo = go_back
         try:
             return original(updater, model_path, load_format, *args, **kwargs)
         finally:
-            self._checks.when_refused = self._refusals.append
+            self._undo = lambda: None
             self._checks.expect(None)
 
     def _expect(self, updater: Any, model_path: str) -> None:
@@ -101,7 +109,7 @@ class _Updates:
         try:
             return original(updater, run_post_load=run_post_load, **kwargs)
         except KVScaleError:
-            put_back(updater.get_model().modules())
+            restore_ours(updater.get_model().modules())
             # What comes before the processing has been done.
             return original(updater, run_post_load=False, **kwargs)
 
@@ -124,14 +132,18 @@ class _Updates:
         if not self._refusals:
             return answer
         layers = updater.get_model().modules()
-        self._gate.guarded("putting K/V scales back", put_back, layers)
+        self._log.guarded("putting K/V scales back", restore_ours, layers)
         return False, self._say(
             "from the first corrupt layer on nothing is processed, so update again"
         )
 
     def _say(self, what_now: str) -> str:
-        message = f"{self._refusals[0]}. The update is refused: {what_now}"
-        self._gate.say(logging.ERROR, "%s", message)
+        refusal = self._refusals[0]
+        message = anchored(
+            f"{sentences(refusal.problem, refusal.remedy)}. The update is refused: {what_now}",
+            "update-refused",
+        )
+        self._log.say(logging.ERROR, "%s", message)
         return message
 
     def resume(
@@ -149,5 +161,5 @@ class _Updates:
         result = original(model, static_params, *args, **kwargs)
         # Of further models, drafts for instance, nobody brings anything back.
         layers: Iterable[Any] = {*model.modules(), *self._checks.known_layers()}
-        self._gate.guarded("putting K/V scales back", put_back, layers)
+        self._log.guarded("putting K/V scales back", restore_ours, layers)
         return result

@@ -13,7 +13,7 @@ import torch
 
 from kvcache_plugin.api import dequantize_kv, quantize_kv, quantize_kv_pair
 from kvcache_plugin.arguments import VALUE_DTYPES, checked_number, scale_tensor
-from kvcache_plugin.errors import KVQuantizeError, NoImplementationError
+from kvcache_plugin.errors import KVQuantizeError, NoImplementationError, anchored
 from kvcache_plugin.formats import FP8_E4M3, NVFP4
 from kvcache_plugin.hosts import seams
 from kvcache_plugin.hosts.writes import FP8_BY_DTYPE, third_party_writer
@@ -22,16 +22,16 @@ from kvcache_plugin.quantized import QuantizedKV
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvcache_plugin.hosts.engine_log import EngineLog
     from kvcache_plugin.hosts.seams import Seam
-
-logger = logging.getLogger(__name__)
 
 #: A number would be filled into a tensor for each token: on a CPU that is much of a write.
 _ONE: Final = torch.ones(1, dtype=torch.float32, device="cpu")
 
 
-def wrappers() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
-    writes = _Writes()
+def wrappers(log: EngineLog) -> tuple[tuple[Seam, Callable[..., Any]], ...]:
+    """What is put around SGLang's functions."""
+    writes = _Writes(log)
     return (
         (seams.SGLANG_POOL_WRITE, writes.write_pool),
         (seams.SGLANG_PREFIX_WRITE, writes.write_prefix),
@@ -44,10 +44,10 @@ def wrappers() -> tuple[tuple[Seam, Callable[..., Any]], ...]:
 class _Writes:
     """The functions that are put around SGLang's own writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: EngineLog) -> None:
+        self._log = log
         # Where no implementation serves, found out once: a device and a format.
         self._unserved: set[tuple[torch.device, str]] = set()
-        self._has_left_scales = False
 
     def write_pool(
         self,
@@ -87,7 +87,7 @@ class _Writes:
         Elsewhere than on CUDA and HIP it calls ``set_kv_buffer``, with the tokens that count.
         """
         is_fused = _is_fused(pool.dtype, layer, k_scale, v_scale)
-        if cache_k.device.type == "cuda" and not (is_fused and self._is_left(pool, cache_k)):
+        if cache_k.device.type == "cuda" and not (is_fused and self._stays_fused(pool, cache_k)):
             codes = self._pool_codes(pool, cache_k, cache_v, k_scale, v_scale)
             if codes is not None:
                 (cache_k, cache_v), k_scale, v_scale = codes, None, None
@@ -220,7 +220,7 @@ class _Writes:
         # A pool of OCP codes on FNUZ hardware, where the hook's are others.
         return (k_codes.data, v_codes.data) if k_codes.data.dtype is dtype else None
 
-    def _is_left(self, pool: Any, tensor: torch.Tensor) -> bool:
+    def _stays_fused(self, pool: Any, tensor: torch.Tensor) -> bool:
         """Whether no third party claims what SGLang's fused kernel would write."""
         kv_format = FP8_BY_DTYPE.get(pool.dtype)
         return kv_format is None or not _third_party_writer(tensor.device, kv_format)
@@ -229,12 +229,24 @@ class _Writes:
         if getattr(error, "__notes__", ()):  # an implementation raised it, and is named there
             raise error
         self._unserved.add((device, kv_format))
-        logger.warning("SGLang writes %s on %s as it does by itself: %s", kv_format, device, error)
+        self._log.say(
+            logging.WARNING,
+            anchored("SGLang writes %s on %s as it does by itself: %s", "writes-left-to-sglang"),
+            kv_format,
+            device,
+            error.problem,
+        )
 
     def _leave_scales(self, error: KVQuantizeError) -> None:
-        if not self._has_left_scales:
-            self._has_left_scales = True
-            logger.warning("SGLang writes K and V with such scales as it does by itself: %s", error)
+        self._log.say_once(
+            "scales that the hook does not take",
+            logging.WARNING,
+            anchored(
+                "SGLang writes K and V with such scales as it does by itself: %s",
+                "writes-left-to-sglang",
+            ),
+            error.problem,
+        )
 
 
 #: Asked for each write, and the answer takes a while.

@@ -1,4 +1,4 @@
-"""vLLM: K/V scales are checked after loading and before vLLM makes its own copies of them.
+"""vLLM: K/V scales are checked in the files, and on the layers before vLLM makes copies of them.
 
 ``register()`` imports nothing of vLLM: each seam is fitted when vLLM itself imports its module.
 """
@@ -17,8 +17,9 @@ import torch
 from kvcache_plugin.device import Device
 from kvcache_plugin.errors import KVScaleError
 from kvcache_plugin.hosts import fitting, seams
-from kvcache_plugin.hosts.gate import Load, LoadGate, leave_out, start
+from kvcache_plugin.hosts.gate import LoadGate, start
 from kvcache_plugin.hosts.late import when_imported
+from kvcache_plugin.hosts.load import Load
 from kvcache_plugin.hosts.loaded import UNSET, LoadedScales, present, unless_marked
 from kvcache_plugin.hosts.vllm_writes import HookWrites
 
@@ -52,7 +53,7 @@ def register() -> None:
 
 
 def _hook(gate: LoadGate, settings: Settings) -> None:
-    adapter = _Adapter(gate, HookWrites(gate, settings.vllm_writes, _FORMATS))
+    adapter = _Adapter(gate, HookWrites(gate.log, settings.vllm_writes, _FORMATS))
     for seam, fit in (
         (seams.VLLM_CONFIG, adapter.fit_config),
         (seams.VLLM_LAYER, adapter.fit_layers),
@@ -64,11 +65,11 @@ def _hook(gate: LoadGate, settings: Settings) -> None:
         (seams.VLLM_RANK, adapter.fit_rank),
     ):
         if fitting.source_file(seam) is None:
-            leave_out(gate.engine, seam, f"there is no module {seam.module}")
+            gate.log.leave_out(seam, f"there is no module {seam.module}")
         else:
             fit_it = functools.partial(_fit_if_it_fits, gate, seam, fit)
             when_imported(
-                seam.module, functools.partial(gate.guarded, f"fitting {seam.path}", fit_it)
+                seam.module, functools.partial(gate.log.guarded, f"fitting {seam.path}", fit_it)
             )
 
 
@@ -77,7 +78,7 @@ def _fit_if_it_fits(
 ) -> None:
     problem = fitting.check_module(seam, module)
     if problem:
-        leave_out(gate.engine, seam, problem)
+        gate.log.leave_out(seam, problem)
     else:
         fit(module)
 
@@ -87,6 +88,7 @@ class _Adapter:
 
     def __init__(self, gate: LoadGate, writes: HookWrites) -> None:
         self._gate = gate
+        self._log = gate.log
         self._writes = writes
         self._base_method: type | None = None
         self._current_config: Callable[[], Any] | None = None
@@ -143,7 +145,7 @@ class _Adapter:
         def process_weights_after_loading(
             model: Any, model_config: Any, target_device: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            guarded, find = self._gate.guarded, self._loaded_layers
+            guarded, find = self._log.guarded, self._loaded_layers
             layers = guarded("looking for K/V scales", find, model, target_device) or []
             bare = guarded("looking for quantized caches", self._bare_layers, model, target_device)
             load = guarded("looking for the load", self._load_of, model, model_config)
@@ -164,7 +166,7 @@ class _Adapter:
             original(method, layer, *args, **kwargs)
             # Only where we will see the layer again, and turn the marker into 1.0.
             if getattr(method.process_weights_after_loading, "is_ours", False):
-                self._gate.guarded("marking K/V scales as not loaded", _mark, layer)
+                self._log.guarded("marking K/V scales as not loaded", _mark, layer)
 
         cls.create_weights = create_weights
 
@@ -199,7 +201,7 @@ class _Adapter:
             if self._loading is not None:
                 model, load = self._loading
                 find = self._quantized_layers
-                layers = self._gate.guarded("looking for quantized caches", find, model)
+                layers = self._log.guarded("looking for quantized caches", find, model)
                 self._gate.before_weights(load, layers or [], prepared)
             return prepared
 
@@ -219,7 +221,7 @@ class _Adapter:
         _replace_everywhere(original, finalize_layerwise_processing)
 
     def fit_rank(self, module: ModuleType) -> None:
-        self._gate.speaks = lambda: (
+        self._log.speaks = lambda: (
             not torch.distributed.is_initialized() or module.get_tensor_model_parallel_rank() == 0
         )
 
@@ -264,7 +266,7 @@ class _Adapter:
             method = getattr(module, "quant_method", None)
             if isinstance(method, base):
                 find = (self._find, method, module, target_device)
-                found = self._gate.guarded("looking for the K/V scales of a layer", *find)
+                found = self._log.guarded("looking for the K/V scales of a layer", *find)
                 if found is not None:
                     layers.append((module, found))
         return layers
@@ -275,14 +277,14 @@ class _Adapter:
             return run()  # a subclass calls the method that it overrides
         self._processing.add(id(layer))
         try:
-            guarded = self._gate.guarded
+            guarded = self._log.guarded
             scales = None
             found = guarded("looking for the K/V scales of a layer", self._find, method, layer)
             if found is not None:
                 try:
                     scales = self._gate.layer(layer, found)
                 except KVScaleError:
-                    if not self._gate.goes_on:
+                    if not self._gate.is_collecting:
                         raise
                     return self._keep(layer, run)
             guarded("preparing the K/V scales of a layer", _prepare, layer, found, scales)
@@ -296,7 +298,7 @@ class _Adapter:
 
     def _keep(self, layer: Any, run: Callable[[], Any]) -> Any:
         """Let vLLM process a layer whose new scales are corrupt, and leave those that it served."""
-        guarded = self._gate.guarded
+        guarded = self._log.guarded
         kept = guarded("keeping the K/V scales of a layer", _take_away, layer)
         result = run()
         guarded("bringing the K/V scales of a layer back", _bring_back, layer, kept or {})

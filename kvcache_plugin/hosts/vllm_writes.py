@@ -21,14 +21,14 @@ import torch
 from kvcache_plugin import __version__
 from kvcache_plugin.api import quantize_kv_pair
 from kvcache_plugin.device import Device
+from kvcache_plugin.errors import anchored, counted
 from kvcache_plugin.hosts import fitting, seams
-from kvcache_plugin.hosts.gate import leave_out
 from kvcache_plugin.hosts.writes import FP8_BY_DTYPE, quantizer, third_party_writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvcache_plugin.hosts.gate import LoadGate
+    from kvcache_plugin.hosts.engine_log import EngineLog
     from kvcache_plugin.hosts.seams import Seam
 
 _UNQUANTIZED: Final = ("auto", "float32", "float16", "bfloat16")
@@ -41,8 +41,8 @@ class HookWrites:
     :param formats: vLLM's names for the KV caches that the hook knows -> ours.
     """
 
-    def __init__(self, gate: LoadGate, which: str, formats: Mapping[str, str]) -> None:
-        self._gate = gate
+    def __init__(self, log: EngineLog, which: str, formats: Mapping[str, str]) -> None:
+        self._log = log
         self._which = which
         self._formats = formats
         self._fp8 = {name: f for name, f in formats.items() if f in FP8_BY_DTYPE.values()}
@@ -55,7 +55,7 @@ class HookWrites:
         for layer in model.modules():
             if layer not in self._seen and _writes_cache(layer):
                 self._seen.add(layer)
-                self._gate.guarded("letting the hook write a cache", self._look, layer, taken, left)
+                self._log.guarded("letting the hook write a cache", self._look, layer, taken, left)
         self._tell(taken, left)
 
     def _look(
@@ -140,31 +140,37 @@ class HookWrites:
         for seam in seams.VLLM_FUSED_WRITES:
             problem = _problem_of(seam)
             if problem:
-                leave_out(self._gate.engine, seam, problem)
+                self._log.leave_out(seam, problem)
             else:
                 questions.append(seam.qualname.rpartition(".")[2])
         return questions
 
     def _tell(self, taken: Counter[tuple[str, ...]], left: Counter[tuple[str, ...]]) -> None:
         for (kv_format, device, writer), count in taken.items():
-            self._gate.say(
+            self._log.say(
                 logging.INFO,
-                "kvcache_plugin %s writes the KV caches of %s in %s by its hook (%s on %s, %s)",
+                anchored(
+                    "kvcache_plugin %s writes the KV caches of %s in %s by its hook (%s on %s, %s)",
+                    "hook-writes",
+                ),
                 __version__,
-                _layers(count),
-                self._gate.engine,
+                counted(count, "layer"),
+                self._log.engine,
                 kv_format,
                 device,
                 writer,
             )
         for (name, backend, problem), count in left.items():
-            self._gate.say(
+            self._log.say(
                 logging.WARNING,
-                "kvcache_plugin leaves the KV caches of %s (%s, %s) to %s's own write: %s",
-                _layers(count),
+                anchored(
+                    "kvcache_plugin leaves the KV caches of %s (%s, %s) to %s's own write: %s",
+                    "writes-left-to-vllm",
+                ),
+                counted(count, "layer"),
                 name,
                 backend,
-                self._gate.engine,
+                self._log.engine,
                 problem,
             )
 
@@ -257,7 +263,3 @@ def _problem_of(seam: Seam) -> str:
 
 def _no() -> bool:
     return False
-
-
-def _layers(count: int) -> str:
-    return f"{count} layer{'s' * (count != 1)}"

@@ -36,7 +36,7 @@ from sglang.srt.utils.common import is_float4_e2m1fn_x2
 
 from kvcache_plugin import dequantize_kv, quantize_kv
 from kvcache_plugin.hosts import seams, sglang, sglang_nvfp4, writes
-from kvcache_plugin.hosts.gate import LoadGate
+from kvcache_plugin.hosts.engine_log import EngineLog
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -252,7 +252,7 @@ def test_the_engines_own_ways_are_its_own(
 def test_rocms_fused_writes_keep_off_such_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would write into the copy that a plain read gives them."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    around = dict(sglang_nvfp4.wrappers(LoadGate("SGLang", "strict"), lambda seam: ""))
+    around = dict(sglang_nvfp4.wrappers(EngineLog("SGLang"), lambda seam: ""))
     allows = around[seams.SGLANG_FUSED_WRITE]
     assert allows(lambda batch: True, None)
     assert not allows(lambda batch: False, None)
@@ -265,9 +265,9 @@ def test_all_gates_are_used_or_none(caplog: pytest.LogCaptureFixture) -> None:
     def problem_of(seam: seams.Seam) -> str:
         return "it is gone" if seam is seams.SGLANG_FP4_DTYPE else ""
 
-    gate = LoadGate("SGLang", "strict")
-    assert len(sglang_nvfp4.wrappers(gate, lambda seam: "")) == 4
-    assert sglang_nvfp4.wrappers(gate, problem_of) == ()
+    log = EngineLog("SGLang")
+    assert len(sglang_nvfp4.wrappers(log, lambda seam: "")) == 4
+    assert sglang_nvfp4.wrappers(log, problem_of) == ()
     assert_told(caplog, "no NVFP4 cache on triton and .*: it is gone")
 
 
@@ -277,7 +277,7 @@ def test_another_base_class_is_told(
     sglang_nvfp4._method_class.cache_clear()
     monkeypatch.delattr(methods, "KVCacheBackendMatcher")
     try:
-        assert sglang_nvfp4.wrappers(LoadGate("SGLang", "strict"), lambda seam: "") == ()
+        assert sglang_nvfp4.wrappers(EngineLog("SGLang"), lambda seam: "") == ()
     finally:
         sglang_nvfp4._method_class.cache_clear()
     assert_told(caplog, "made in another way: ImportError")

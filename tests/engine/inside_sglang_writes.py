@@ -27,6 +27,7 @@ import kvcache_plugin as kv
 from kvcache_plugin import Device
 from kvcache_plugin.errors import NoImplementationError
 from kvcache_plugin.hosts import seams, sglang, sglang_writes
+from kvcache_plugin.hosts.engine_log import EngineLog
 from kvcache_plugin.hosts.gate import LoadGate
 from kvcache_plugin.manager import Manager
 from kvcache_plugin.settings import read_settings
@@ -225,7 +226,7 @@ def test_on_a_gpu_the_fused_write_of_a_prefix_is_left_alone(
     monkeypatch.setattr(sglang_writes, "quantize_kv_pair", lambda *arguments: quantized)
     handed: list[Any] = []
     pool = SimpleNamespace(dtype=dtype)
-    writes = sglang_writes._Writes()
+    writes = sglang_writes._Writes(EngineLog("SGLang"))
     writes.write_prefix(
         lambda *arguments: handed.extend(arguments),
         *(pool, layer_of(k_scale, 0.7), None, None, OnGPU(), OnGPU(), k_scale, 0.7),
@@ -337,7 +338,7 @@ def twice(write: Callable[[], Any]) -> None:
 def test_without_an_implementation_sglang_writes_its_pool(
     unserved: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    writes, calls = sglang_writes._Writes(), []
+    writes, calls = sglang_writes._Writes(EngineLog("SGLang")), []
     pool = SimpleNamespace(dtype=torch.float8_e4m3fn)
     k, v = values(1), values(2)
     twice(lambda: writes.write_pool(lambda *given: calls.append(given), pool, 0, 0, k, v, 0.3, 0.7))
@@ -350,7 +351,7 @@ def test_without_an_implementation_sglang_writes_its_pool(
 def test_without_an_implementation_sglang_quantizes_nvfp4(
     unserved: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    writes, calls = sglang_writes._Writes(), []
+    writes, calls = sglang_writes._Writes(EngineLog("SGLang")), []
     x, codes = values(1), torch.zeros(1, 1, 8, dtype=torch.uint8)
     scales = torch.zeros(1, 1, 1, dtype=torch.float8_e4m3fn)
     original = lambda *given: calls.append(given)  # noqa: E731
@@ -399,7 +400,7 @@ def test_a_scale_that_the_hook_does_not_take_is_sglangs(
     scale: Any, side: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """``KVCACHE_PLUGIN_MODE=warn`` serves corrupt ones, and SGLang divides by other shapes."""
-    writes = sglang_writes._Writes()
+    writes = sglang_writes._Writes(EngineLog("SGLang"))
     pools = new_pool(torch.float8_e4m3fn), new_pool(torch.float8_e4m3fn)
     k, v = values(1), values(2)
     scales = (scale, 0.7) if side == 0 else (0.3, scale)
@@ -457,7 +458,7 @@ def test_a_write_is_compiled_whole(dtype: torch.dtype) -> None:
 
 # Seams
 
-WRITES = [seam for seam, _ in sglang_writes.wrappers()]
+WRITES = [seam for seam, _ in sglang_writes.wrappers(EngineLog("SGLang"))]
 
 
 @pytest.fixture

@@ -260,7 +260,7 @@ def test_a_failure_of_ours_does_not_stop_the_engine(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("a fault of the plugin")
 
-    monkeypatch.setattr("kvcache_plugin.hosts.gate.validate_kv_scales", fail)
+    monkeypatch.setattr("kvcache_plugin.hosts.verdicts.validate_kv_scales", fail)
     layer = new_layer()
     load(base_method(), layer, 0.05, 0.06)
     assert_scales(layer, 0.05, 0.06)

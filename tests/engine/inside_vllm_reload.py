@@ -412,7 +412,7 @@ def test_a_failure_to_check_it_stops_nothing(
     def fail(*arguments: Any) -> None:
         raise RuntimeError("a fault of the plugin")
 
-    monkeypatch.setattr("kvcache_plugin.hosts.gate.check_attention_scales", fail)
+    monkeypatch.setattr("kvcache_plugin.hosts.verdicts.check_attention_scales", fail)
     model = Model(BaseKVCacheMethod).load(FIRST | {"0.q": 0.2})
     assert model.scales("k") == near(0.05, 0.04)
     (record,) = records

@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
 import kvcache_plugin as kv
 from kvcache_plugin.hosts import seams, vllm
-from kvcache_plugin.hosts.gate import LoadGate
+from kvcache_plugin.hosts.engine_log import EngineLog
 from kvcache_plugin.hosts.vllm_writes import HookWrites
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Model(torch.nn.Module):
 
 
 def hooked(model: Model, which: str = "hook") -> Model:
-    HookWrites(LoadGate("vLLM", "strict"), which, vllm._FORMATS).fit(model)
+    HookWrites(EngineLog("vLLM"), which, vllm._FORMATS).fit(model)
     return model
 
 
@@ -329,12 +329,12 @@ def test_a_third_party_that_only_converts_scales_writes_nothing(
 
 def test_a_layer_is_taken_over_once_and_told_once(records: list[logging.LogRecord]) -> None:
     model = Model()
-    writes = HookWrites(LoadGate("vLLM", "strict"), "hook", vllm._FORMATS)
+    writes = HookWrites(EngineLog("vLLM"), "hook", vllm._FORMATS)
     writes.fit(model)
     first = model.layers[0].impl.do_kv_cache_update
     model.layers[1].impl = model.layers[0].impl  # a backend that is shared is not wrapped twice
     writes.fit(model)
-    HookWrites(LoadGate("vLLM", "strict"), "hook", vllm._FORMATS).fit(model)
+    HookWrites(EngineLog("vLLM"), "hook", vllm._FORMATS).fit(model)
     assert model.layers[0].impl.do_kv_cache_update is first
     lines = [r.getMessage() for r in records if "by its hook" in r.getMessage()]
     assert len(lines) == 2

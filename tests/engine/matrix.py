@@ -117,7 +117,6 @@ def _run(engine: str, release: str, plugin: Path, scratch: Path) -> Release:
             for path, problem in seams.items()
             if problem
         ),
-        tokens=alone.tokens,
         register_failure=register_failure(examined),
         sound_failure=sound_failure(alone, serve(engine, sound, site=[*site, plugin]), seams),
         corrupt_failure=corrupt_failure(serve(engine, corrupt, site=[*site, plugin])),
