@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
