@@ -571,7 +571,8 @@ def test_a_damaged_file_is_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == printed.err
     assert cli.main(["check", "./no/such/place"]) == cli.MISUSED
     assert capsys.readouterr().err == (
-        "kvcache-plugin: ./no/such/place: there is no such file or folder\n"
+        "kvcache-plugin: ./no/such/place: there is no such file or folder "
+        "[errors#checkpoint-missing]\n"
     )
 
 

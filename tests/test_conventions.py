@@ -164,6 +164,12 @@ def test_other_scales_are_multipliers_whoever_wrote_them() -> None:
         assert found.convention.meaning_from(producer) == "multiplier"
 
 
+def test_a_name_that_an_engine_does_not_find_has_a_reason() -> None:
+    for convention in CONVENTIONS:
+        for rename in (convention.vllm, convention.sglang):
+            assert rename.found or rename.reason, convention.key
+
+
 def outcomes(
     name: str, declaration: Declaration = DECLARED, shape: ModelShape | None = None
 ) -> tuple[str, str]:

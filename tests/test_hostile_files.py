@@ -53,6 +53,8 @@ def refused(path: Path | str, **options: Any) -> CheckpointError:
     message = str(found.value)
     assert message.isprintable()
     assert len(message) < 2000
+    assert message.endswith(f" [errors#{found.value.name}]")
+    assert found.value.problem in message
     return found.value
 
 
@@ -157,8 +159,9 @@ def test_names_cannot_write_on_the_terminal(tmp_path: Path, name: str) -> None:
     report = scan_checkpoint(tmp_path)
     assert report.findings
     for finding in report.findings:
-        assert finding.message.isprintable()
-        assert len(finding.message) < 2000
+        for text in (finding.message, str(finding)):
+            assert text.isprintable()
+            assert len(text) < 2000
 
 
 @pytest.mark.parametrize(

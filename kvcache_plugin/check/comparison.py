@@ -148,7 +148,7 @@ def compare(report: CheckpointReport, other: CheckpointReport) -> Comparison:
         here, there = by_number
         matched_by = "number"
     pairs = [(here.get(key), there.get(key)) for key in dict.fromkeys([*here, *there])]
-    layers = tuple(_layer(*pair) for pair in sorted(pairs, key=_place))
+    layers = tuple(_layer(*pair) for pair in sorted(pairs, key=lambda pair: _named(*pair).place))
     return Comparison(
         other.path,
         matched_by,
@@ -171,11 +171,6 @@ def _named(here: LayerScales | None, there: LayerScales | None) -> LayerScales:
     named = here or there
     assert named is not None
     return named
-
-
-def _place(pair: tuple[LayerScales | None, LayerScales | None]) -> tuple[bool, str, int, str]:
-    layer = _named(*pair)
-    return layer.is_draft, layer.stack, layer.index or 0, layer.layer
 
 
 def _layer(here: LayerScales | None, there: LayerScales | None) -> LayerComparison:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from kvcache_plugin.errors import shown
+from kvcache_plugin.checkpoint.report import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -28,11 +28,10 @@ def shorten(names: Iterable[str], most: int = 4) -> str:
         before, number, after = split(name)
         groups.setdefault((before, after), []).extend([] if number is None else [number])
     texts = [
-        shown(f"{before}.{_ranges(sorted(set(numbers)))}{after}" if numbers else before)
+        f"{before}.{_ranges(sorted(set(numbers)))}{after}" if numbers else before
         for (before, after), numbers in groups.items()
     ]
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
+    return some(texts, most)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -56,7 +56,8 @@ class Plot:
         self._format = self._file.suffix.lower()
         if self._format not in SUFFIXES:
             raise KVCacheError(
-                f"--plot {shown(file)}: a picture is a file that ends with {' or '.join(SUFFIXES)}"
+                f"--plot {shown(file)}: a picture is a file that ends with {' or '.join(SUFFIXES)}",
+                name="picture-suffix",
             )
         try:
             import matplotlib  # noqa: F401
@@ -64,7 +65,8 @@ class Plot:
             raise KVCacheError(
                 f"--plot {shown(file)}: a picture needs matplotlib, which is not installed here "
                 f'({shown(str(error))}). Install it: pip install "kvcache-plugin[plot]", or pip '
-                "install matplotlib"
+                "install matplotlib",
+                name="matplotlib-missing",
             ) from error
 
     def draw(self, report: CheckpointReport, other: CheckpointReport | None = None) -> None:
@@ -87,7 +89,8 @@ class Plot:
             self._file.write_bytes(data.getvalue())
         except OSError as error:
             raise KVCacheError(
-                f"--plot {shown(os.fspath(self._file))}: it cannot be written: {error.strerror}"
+                f"--plot {shown(os.fspath(self._file))}: it cannot be written: {error.strerror}",
+                name="picture-not-written",
             ) from error
 
 

@@ -48,10 +48,7 @@ def rows_of(report: CheckpointReport) -> tuple[Row, ...]:
         kinds = problems if finding.severity == "problem" else remarks
         for name in finding.layers:
             kinds.setdefault(name, {})[finding.kind] = None
-    placed = [
-        ((layer.is_draft, layer.stack, layer.index or 0, layer.layer), layer)
-        for layer in report.layers
-    ]
+    placed = [(layer.place, layer) for layer in report.layers]
     have = {layer.layer for layer in report.layers}
     lacking = [
         ((False, before, number or 0, name), None)

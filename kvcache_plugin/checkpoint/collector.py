@@ -105,7 +105,9 @@ class Collector:
         twice = next((name for name in file if name in self.shard_of), None)
         if twice is not None:
             raise CheckpointError(
-                f"it holds {shown(twice)}, and so does {shown(self.shard_of[twice])}", file=where
+                f"it holds {shown(twice)}, and so does {shown(self.shard_of[twice])}",
+                file=where,
+                name="tensor-twice",
             )
         placed = self._files.placed
         elsewhere = next((name for name in file if placed.get(name, shard) != shard), None)
@@ -114,6 +116,7 @@ class Collector:
                 f"it holds {shown(elsewhere)}, which {self._files.index} places in "
                 f"{shown(placed[elsewhere])}",
                 file=where,
+                name="index-wrong",
             )
 
     def _add(self, file: SafetensorsFile, name: str, shard: str, matched: Match) -> None:
@@ -145,6 +148,7 @@ class Collector:
             raise CheckpointError(
                 f"its scales have more than {_MOST_BYTES:,} bytes, which no checkpoint's have",
                 file=self._files.path,
+                name="file-too-large",
             )
         return file.read(entry)
 

@@ -38,10 +38,6 @@ class Rename:
     methods: tuple[str, ...] = ()
     reason: str = ""
 
-    def __post_init__(self) -> None:
-        if not self.found and not self.reason:
-            raise ValueError("a name that an engine does not find needs a reason")
-
 
 @dataclass(frozen=True)
 class Convention:

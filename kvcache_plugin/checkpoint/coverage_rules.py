@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from kvcache_plugin.checkpoint.conventions import CONVENTIONS, MODELOPT
+from kvcache_plugin.checkpoint.conventions import CONVENTIONS
 from kvcache_plugin.checkpoint.engine_rules import RELEASES, not_served, refuses_format, verdicts
-from kvcache_plugin.checkpoint.evidence import count, names, some
+from kvcache_plugin.checkpoint.evidence import CALIBRATE_MODELOPT, names, stacks
+from kvcache_plugin.checkpoint.files import COPY_AGAIN
 from kvcache_plugin.checkpoint.model_shape import MOST_LAYERS
-from kvcache_plugin.checkpoint.report import Finding
-from kvcache_plugin.errors import shown
+from kvcache_plugin.checkpoint.report import Finding, some
+from kvcache_plugin.errors import counted, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -73,7 +73,7 @@ def two_names(evidence: Evidence) -> Iterator[Finding]:
 
 def unknown_names(evidence: Evidence) -> Iterator[Finding]:
     if evidence.unknown:
-        tensors = count(len(evidence.unknown), "tensor")
+        tensors = counted(len(evidence.unknown), "tensor")
         yield Finding(
             "unknown-name",
             "remark",
@@ -84,18 +84,18 @@ def unknown_names(evidence: Evidence) -> Iterator[Finding]:
 
 
 def declared_absent(evidence: Evidence) -> Iterator[Finding]:
-    scheme, producer = evidence.declaration.scheme, evidence.declaration.producer
+    scheme = evidence.declaration.scheme
     if scheme is None or evidence.layers or not evidence.files.is_whole:
         return
     declared = f"{scheme.where} declares {scheme.written}, and no layer has a K/V scale"
     if scheme.dynamic:
         yield Finding("declared-absent", "remark", f"{declared}: it is dynamic and needs none")
-    elif producer.name == MODELOPT and producer.is_older(0, 43) is False:
+    elif evidence.is_cast_on_purpose:
         yield Finding(
             "declared-absent",
             "remark",
             f"{declared}, as ModelOpt's cast modes mean it: every layer is served with 1.0",
-            "For calibrated scales export again with hf_ptq.py --kv_cache_qformat fp8",
+            CALIBRATE_MODELOPT,
         )
     else:
         yield Finding(
@@ -179,9 +179,8 @@ def missing_layers(evidence: Evidence) -> Iterator[Finding]:
         return
     have = set(names(evidence.layers))
     absent = []
-    for _, group in groupby(evidence.layers, key=lambda layer: (layer.is_draft, layer.stack)):
-        stack = [layer for layer in group if layer.index is not None]
-        if stack and not stack[0].is_draft:
+    for stack in stacks(evidence.layers):
+        if not stack[0].is_draft:
             absent += [name for name in _expected(stack, evidence) if name not in have]
     ignored = evidence.declaration.ignored(absent)
     absent = [name for name in absent if name not in ignored]
@@ -189,7 +188,7 @@ def missing_layers(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "missing-layers",
             "problem",
-            f"{count(len(absent), 'layer')} without K/V scales, which are served with 1.0, among "
+            f"{counted(len(absent), 'layer')} without K/V scales, which are served with 1.0, among "
             f"{len(have)} with",
             evidence.calibrate,
             tuple(absent),
@@ -224,15 +223,15 @@ def index(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "missing-tensor",
             "problem",
-            f"{name} names {count(len(evidence.missing), 'scale')} that no file holds: "
+            f"{name} names {counted(len(evidence.missing), 'scale')} that no file holds: "
             f"{some(evidence.missing)}",
-            "Download or copy the checkpoint again, all of it",
+            COPY_AGAIN,
         )
     if evidence.not_in_index:
         yield Finding(
             "not-in-index",
             "remark",
-            f"{name} does not name {count(len(evidence.not_in_index), 'scale')} that the files "
+            f"{name} does not name {counted(len(evidence.not_in_index), 'scale')} that the files "
             f"hold: {some(evidence.not_in_index)}",
             "vLLM and SGLang load them all the same; for others name them there",
         )

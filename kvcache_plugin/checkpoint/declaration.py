@@ -132,9 +132,9 @@ def read_declaration(config: Json, modelopt_config: Json) -> Declaration:
     ]
     scheme = schemes[0] if schemes else None
     return Declaration(
-        quant_method=shown(method, most=40),
-        quant_algo=shown(
-            (a_text(quantization, "quant_algo") or a_text(legacy, "quant_algo")).upper(), most=40
+        quant_method=_short(method),
+        quant_algo=_short(
+            (a_text(quantization, "quant_algo") or a_text(legacy, "quant_algo")).upper()
         ),
         scheme=scheme,
         rival=next((other for other in schemes if scheme and _differ(scheme, other)), None),
@@ -178,8 +178,8 @@ def _from_object(value: Json, where: str) -> KVScheme:
     bits = bits if isinstance(bits, int) and not isinstance(bits, bool) else None
     named = "".join(map(str, filter(None, (kind, bits)))) or "unknown"
     return KVScheme(
-        kv_cache_dtype=_TYPES.get((kind, bits or 0), shown(named, most=40)),
-        strategy=shown(a_text(value, "strategy").lower(), most=40),
+        kv_cache_dtype=_TYPES.get((kind, bits or 0), _short(named)),
+        strategy=_short(a_text(value, "strategy").lower()),
         symmetric=None if value.get("symmetric") is None else value.get("symmetric") is True,
         dynamic=value.get("dynamic", False) not in (False, None),
         written=_written(value),
@@ -190,7 +190,7 @@ def _from_object(value: Json, where: str) -> KVScheme:
 def _from_text(value: str, where: str) -> KVScheme:
     name = value.strip().lower()
     return KVScheme(
-        shown(_WORDS.get(name, canonical(name)), most=40),
+        _short(_WORDS.get(name, canonical(name))),
         is_text=True,
         written=_written(value),
         where=where,
@@ -219,8 +219,8 @@ def _quark_schemes(source: Json, where: str) -> Iterator[KVScheme]:
         )
         scheme = a_text(output, "qscheme").lower()
         yield KVScheme(
-            kv_cache_dtype=shown(canonical(a_text(output, "dtype")) or "unknown", most=40),
-            strategy=shown(_QUARK_STRATEGIES.get(scheme, scheme), most=40),
+            kv_cache_dtype=_short(canonical(a_text(output, "dtype")) or "unknown"),
+            strategy=_short(_QUARK_STRATEGIES.get(scheme, scheme)),
             dynamic=output.get("is_dynamic") is True,
             written=_written(output or list(group)),
             where=f"{where}: {prefix}kv_cache_group",
@@ -235,17 +235,20 @@ def _differ(one: KVScheme, other: KVScheme) -> bool:
 def _producer(method: str, quantization: Json, modelopt_config: Json) -> Producer:
     named = an_object(quantization, "producer") or an_object(modelopt_config, "producer")
     if named:
-        return Producer(
-            shown(a_text(named, "name").lower(), most=40), shown(a_text(named, "version"), most=40)
-        )
+        return Producer(_short(a_text(named, "name").lower()), _short(a_text(named, "version")))
     provider, version = a_text(quantization, "provider"), a_text(quantization, "autoround_version")
     if version or provider.lower() == AUTO_ROUND or method in (AUTO_ROUND, "intel/auto-round"):
-        return Producer(AUTO_ROUND, shown(version, most=40))
+        return Producer(AUTO_ROUND, _short(version))
     if provider:
-        return Producer(shown(provider.lower(), most=40))
+        return Producer(_short(provider.lower()))
     if method in (COMPRESSED_TENSORS, QUARK):
-        return Producer(method, shown(a_text(quantization, "version"), most=40))
+        return Producer(method, _short(a_text(quantization, "version")))
     return Producer(MODELOPT) if method.startswith(MODELOPT) else Producer()
+
+
+def _short(text: str) -> str:
+    """A word of the checkpoint's, as reports and messages have it."""
+    return shown(text, most=40)
 
 
 def _written(value: object) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from kvcache_plugin.checkpoint.conventions import AUTO_ROUND, COMPRESSED_TENSORS, MODELOPT, QUARK
-from kvcache_plugin.errors import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from kvcache_plugin.checkpoint.declaration import Declaration
     from kvcache_plugin.checkpoint.files import CheckpointFiles
@@ -25,6 +25,12 @@ _CALIBRATE: Final = {
     AUTO_ROUND: "Calibrate and export again with auto-round: --static_kv_dtype fp8",
     QUARK: "Calibrate and export again with Quark: quantize_quark.py --kv_cache_dtype fp8",
 }
+
+
+#: For a checkpoint whose producer has not calibrated, and means it so.
+CALIBRATE_MODELOPT: Final = (
+    "For calibrated scales export again with hf_ptq.py --kv_cache_qformat fp8"
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,12 @@ class Evidence:
         )
 
     @property
+    def is_cast_on_purpose(self) -> bool:
+        """Whether 1.0 is what the producer means: ModelOpt's cast modes, since its 0.43."""
+        producer = self.declaration.producer
+        return producer.name == MODELOPT and producer.is_older(0, 43) is False
+
+    @property
     def used(self) -> tuple[StoredScale, ...]:
         """The tensors that the layers' pairs are taken from."""
         return tuple(scale for layer in self.layers for scale in layer.stored)
@@ -79,12 +91,9 @@ def names(layers: Iterable[LayerScales]) -> tuple[str, ...]:
     return tuple(layer.layer for layer in layers)
 
 
-def count(number: int, what: str) -> str:
-    """``"1 layer"``, ``"2 layers"``."""
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def some(texts: tuple[str, ...], most: int = 5) -> str:
-    """The first few of many names, for a message."""
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(map(shown, texts[:most])) + more
+def stacks(layers: Iterable[LayerScales]) -> Iterator[list[LayerScales]]:
+    """The numbered layers of each stack, in order; a model's own and its draft layers apart."""
+    for _, group in groupby(layers, key=lambda layer: (layer.is_draft, layer.stack)):
+        stack = [layer for layer in group if layer.index is not None]
+        if stack:
+            yield stack

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from kvcache_plugin.checkpoint.json_fields import Json
 
+#: What to do about a checkpoint of which something is not there.
+COPY_AGAIN: Final = "Download or copy the checkpoint again, all of it"
 _SUFFIX: Final = ".safetensors"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 _INDEX: Final = "model.safetensors.index.json"
@@ -66,7 +68,9 @@ class CheckpointFiles:
         """
         where = self.where(name)
         if _leads_out(name):
-            raise CheckpointError("it is outside the checkpoint, and is not read", file=where)
+            raise CheckpointError(
+                "it is outside the checkpoint, and is not read", file=where, name="file-outside"
+            )
         path = behind_links(os.path.join(self.folder, name), where)
         if not any(path.is_relative_to(place) for place in (self.folder, *self.links)):
             raise CheckpointError(
@@ -74,6 +78,7 @@ class CheckpointFiles:
                 "not read",
                 file=where,
                 remedy="Copy the file into the folder, or name the folder that it lies in",
+                name="file-outside",
             )
         check_ordinary(path, where)
         return path
@@ -102,7 +107,9 @@ def find_checkpoint(
     """
     given = os.fspath(path)
     if not isinstance(given, str) or not given or "\0" in given:
-        raise CheckpointError(f"a checkpoint is a path or a name, got {shown(repr(given))}")
+        raise CheckpointError(
+            f"a checkpoint is a path or a name, got {shown(repr(given))}", name="checkpoint-missing"
+        )
     if not os.path.lexists(given):
         snapshot = find_snapshot(given, revision, environ)
         return _of_folder(given, snapshot, str(snapshot))
@@ -113,7 +120,12 @@ def find_checkpoint(
     if given.endswith(_PICKLES):
         raise _pickled(given)
     if not given.endswith(_SUFFIX):
-        raise CheckpointError(f"it is no {_SUFFIX} file", file=given, remedy=WHAT_IT_TAKES)
+        raise CheckpointError(
+            f"it is no {_SUFFIX} file",
+            file=given,
+            remedy=WHAT_IT_TAKES,
+            name="safetensors-missing",
+        )
     parent, name = os.path.split(given)
     folder = behind_links(parent or ".")
     is_shard = re.search(r"-\d+-of-\d+\.safetensors$", name) is not None
@@ -160,12 +172,15 @@ def _read_index(files: CheckpointFiles, name: str) -> dict[str, str]:
     found = read_json(files.locate(name), where, _MOST_INDEX_BYTES, unique=True)
     weight_map = found.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError("it has no weight_map from tensors to files", file=where)
+        raise CheckpointError(
+            "it has no weight_map from tensors to files", file=where, name="index-wrong"
+        )
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str):
             raise CheckpointError(
                 f"its weight_map has no file name for {shown(tensor)}: {shown(repr(shard))}",
                 file=where,
+                name="index-wrong",
             )
     return weight_map
 
@@ -174,18 +189,25 @@ def _check_named(files: CheckpointFiles, index: str, shard: str) -> None:
     """See that a shard that the index names is one, and is there."""
     where = files.where(index)
     if _leads_out(shard):
-        problem = f"it names a file outside the checkpoint, {shown(repr(shard))}, which is not read"
-        raise CheckpointError(problem, file=where)
+        raise CheckpointError(
+            f"it names a file outside the checkpoint, {shown(repr(shard))}, which is not read",
+            file=where,
+            name="file-outside",
+        )
     if shard.endswith(_PICKLES):
         raise _pickled(files.where(shard))
     if not shard.endswith(_SUFFIX):
-        problem = f"it names a file that is no {_SUFFIX} file, {shown(repr(shard))}"
-        raise CheckpointError(problem, file=where)
+        raise CheckpointError(
+            f"it names a file that is no {_SUFFIX} file, {shown(repr(shard))}",
+            file=where,
+            name="index-wrong",
+        )
     if not os.path.lexists(files.folder / shard):
         raise CheckpointError(
             f"it names {shown(shard)}, which is not there",
             file=where,
-            remedy="Download or copy the checkpoint again, all of it",
+            remedy=COPY_AGAIN,
+            name="index-wrong",
         )
 
 
@@ -198,8 +220,15 @@ def _no_safetensors(folder: str, names: Iterable[str]) -> CheckpointError:
     if pickle is not None:
         return _pickled(os.path.join(folder, pickle))
     if any(name.endswith(".gguf") for name in names):
-        return CheckpointError("it holds GGUF files, which have no K/V scales", file=folder)
-    return CheckpointError(f"there is no {_SUFFIX} file in it", file=folder, remedy=WHAT_IT_TAKES)
+        return CheckpointError(
+            "it holds GGUF files, which have no K/V scales", file=folder, name="safetensors-missing"
+        )
+    return CheckpointError(
+        f"there is no {_SUFFIX} file in it",
+        file=folder,
+        remedy=WHAT_IT_TAKES,
+        name="safetensors-missing",
+    )
 
 
 def _pickled(file: str) -> CheckpointError:
@@ -207,4 +236,5 @@ def _pickled(file: str) -> CheckpointError:
         "it is a pickle, which can run any program when it is read, so it is not",
         file=file,
         remedy="Save the model as safetensors: save_pretrained(folder, safe_serialization=True)",
+        name="pickle-refused",
     )

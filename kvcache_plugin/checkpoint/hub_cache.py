@@ -46,14 +46,19 @@ def find_snapshot(name: str, revision: str, environ: Mapping[str, str] = os.envi
     cache = cache_folder(environ)
     repository = cache / f"models--{name.replace('/', '--')}"
     if not _is_safe(_NAME, name):
-        raise CheckpointError("there is no such file or folder", file=name)
+        raise CheckpointError(
+            "there is no such file or folder", file=name, name="checkpoint-missing"
+        )
     if not os.path.isdir(repository):
         raise CheckpointError(
             "there is no such file or folder, nor such a model in the local Hugging Face cache",
             file=name,
+            name="checkpoint-missing",
         )
     if not _is_safe(_REVISION, revision):
-        raise CheckpointError(f"{shown(revision)!r} is no name of a revision", file=name)
+        raise CheckpointError(
+            f"{shown(revision)!r} is no name of a revision", file=name, name="revision-missing"
+        )
     repository = behind_links(str(repository))
     commit = _commit_of(repository, revision)
     snapshot = repository / "snapshots" / commit
@@ -64,10 +69,11 @@ def find_snapshot(name: str, revision: str, environ: Mapping[str, str] = os.envi
             f"the local Hugging Face cache has no revision {shown(revision)} of it, {has}; nothing "
             "is downloaded",
             file=name,
+            name="revision-missing",
         )
     folder = behind_links(str(snapshot))
     if not folder.is_relative_to(repository):
-        raise CheckpointError("it is a link that leads out of the cache", file=str(snapshot))
+        raise _leads_out_of_the_cache(snapshot)
     return folder
 
 
@@ -86,8 +92,14 @@ def _commit_of(repository: Path, revision: str) -> str:
     path = behind_links(str(reference))
     check_ordinary(path, str(reference))
     if not path.is_relative_to(repository):
-        raise CheckpointError("it is a link that leads out of the cache", file=str(reference))
+        raise _leads_out_of_the_cache(reference)
     return read_bytes(path, str(reference), 1000).decode("ascii", "replace").strip()
+
+
+def _leads_out_of_the_cache(link: Path) -> CheckpointError:
+    return CheckpointError(
+        "it is a link that leads out of the cache", file=str(link), name="file-outside"
+    )
 
 
 def _is_safe(pattern: re.Pattern[str], text: str) -> bool:

@@ -14,6 +14,10 @@ from kvcache_plugin.errors import CheckpointError, shown
 _MOST_DIGITS: Final = 100
 
 
+class _WrongJsonError(ValueError):
+    """What the hooks of ``json.loads`` refuse; its text becomes part of a ``CheckpointError``."""
+
+
 def behind_links(path: str, where: str | None = None) -> Path:
     """The path itself, behind all links.
 
@@ -36,7 +40,9 @@ def check_ordinary(path: Path, where: str) -> None:
     except OSError as error:
         raise unreadable(error, where) from error
     if not stat.S_ISREG(mode):
-        raise CheckpointError(f"it is {_kind(mode)} and no ordinary file", file=where)
+        raise CheckpointError(
+            f"it is {_kind(mode)} and no ordinary file", file=where, name="file-unreadable"
+        )
 
 
 def read_bytes(path: Path, where: str, most: int) -> bytes:
@@ -50,7 +56,9 @@ def read_bytes(path: Path, where: str, most: int) -> bytes:
     except OSError as error:
         raise unreadable(error, where) from error
     if len(data) > most:
-        raise CheckpointError(f"it has more than {most:,} bytes, too many for it", file=where)
+        raise CheckpointError(
+            f"it has more than {most:,} bytes, too many for it", file=where, name="file-too-large"
+        )
     return data
 
 
@@ -68,38 +76,48 @@ def read_json(path: Path, where: str, most: int, *, unique: bool = False) -> dic
             parse_int=_whole_number,
         )
     except RecursionError as error:
-        raise CheckpointError("its JSON is nested too deeply", file=where) from error
+        raise CheckpointError(
+            "its JSON is nested too deeply", file=where, name="json-invalid"
+        ) from error
     except UnicodeDecodeError as error:
-        raise CheckpointError("it is no JSON: it is no UTF-8", file=where) from error
+        raise CheckpointError(
+            "it is no JSON: it is no UTF-8", file=where, name="json-invalid"
+        ) from error
     except ValueError as error:
-        raise CheckpointError(f"it is no JSON: {shown(str(error))}", file=where) from error
+        raise CheckpointError(
+            f"it is no JSON: {shown(str(error))}", file=where, name="json-invalid"
+        ) from error
     if not isinstance(found, dict):
         kind = type(found).__name__
-        raise CheckpointError(f"its JSON is no object, but a {kind}", file=where)
+        raise CheckpointError(
+            f"its JSON is no object, but a {kind}", file=where, name="json-invalid"
+        )
     return found
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, for ``json.loads``.
 
-    :raises ValueError: for a key that is there twice.
+    :raises ValueError: for a key that is there twice; a ``CheckpointError`` has its text.
     """
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in found if keys.count(key) > 1)
-        raise ValueError(f"{shown(twice)} is in it twice")
+        raise _WrongJsonError(f"{shown(twice)} is in it twice")
     return found
 
 
 def unreadable(error: Exception, where: str) -> CheckpointError:
     """The error for a file that the system does not let us read."""
     if isinstance(error, FileNotFoundError):
-        return CheckpointError("it is not there, or is a link that leads nowhere", file=where)
-    if isinstance(error, OSError) and error.errno == errno.ELOOP:
-        return CheckpointError("it is a link that leads back to itself", file=where)
-    reason = error.strerror if isinstance(error, OSError) else None
-    return CheckpointError(f"it cannot be read: {shown(reason or str(error))}", file=where)
+        problem = "it is not there, or is a link that leads nowhere"
+    elif isinstance(error, OSError) and error.errno == errno.ELOOP:
+        problem = "it is a link that leads back to itself"
+    else:
+        reason = error.strerror if isinstance(error, OSError) else None
+        problem = f"it cannot be read: {shown(reason or str(error))}"
+    return CheckpointError(problem, file=where, name="file-unreadable")
 
 
 def _kind(mode: int) -> str:
@@ -116,5 +134,5 @@ def _kind(mode: int) -> str:
 def _whole_number(digits: str) -> int:
     # int() takes time with the square of the digits, without a limit before Python 3.10.7.
     if len(digits) > _MOST_DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
+        raise _WrongJsonError(f"a number of {len(digits)} digits")
     return int(digits)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from kvcache_plugin.errors import anchored, counted, shown
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvcache_plugin.checkpoint.conventions import Meaning, Role, Side
     from kvcache_plugin.checkpoint.declaration import Declaration
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 Severity: TypeAlias = Literal["problem", "remark"]
 Values: TypeAlias = "tuple[float, ...]"
+#: What layers are sorted by: whether it is a draft, its stack, its number there, its name.
+Place: TypeAlias = "tuple[bool, str, int, str]"
 
 SEVERITIES: Final = ("problem", "remark")
 
@@ -75,12 +79,21 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"unknown kind {self.kind!r}; known are {', '.join(KINDS)}")
+            raise ValueError(
+                anchored(
+                    f"unknown kind {self.kind!r}; known are {', '.join(KINDS)}", "finding-unknown"
+                )
+            )
         if self.severity not in SEVERITIES:
-            raise ValueError(f"severity must be one of {SEVERITIES}, got {self.severity!r}")
+            raise ValueError(
+                anchored(
+                    f"severity must be one of {SEVERITIES}, got {self.severity!r}",
+                    "finding-unknown",
+                )
+            )
 
     def __str__(self) -> str:
-        where = f"{_some(self.layers)}: " if self.layers else ""
+        where = f"{some(self.layers)}: " if self.layers else ""
         way_out = f". {self.remedy}" if self.remedy else ""
         return f"{self.severity} {self.kind}: {where}{self.message}{way_out}"
 
@@ -152,6 +165,11 @@ class LayerScales:
     refused_as: str = ""
 
     @property
+    def place(self) -> Place:
+        """Where it stands in the order of layers, drafts last."""
+        return self.is_draft, self.stack, self.index or 0, self.layer
+
+    @property
     def stored(self) -> tuple[StoredScale, ...]:
         """The tensors that the pair is taken from."""
         return tuple(scale for scale in (self.stored_k, self.stored_v) if scale is not None)
@@ -206,19 +224,15 @@ class CheckpointReport:
     @property
     def summary(self) -> str:
         """One line: how many layers have scales, for which format, and what was found."""
-        problems, remarks = len(self.problems), len(self.remarks)
         return (
-            f"{_count(len(self.layers), 'layer')} with K/V scales in "
-            f"{_count(len(self.files), 'file')}, checked for {self.kv_cache_dtype} "
-            f"({self.kv_cache_dtype_from}) on {self.device}: {_count(problems, 'problem')}, "
-            f"{_count(remarks, 'remark')}"
+            f"{counted(len(self.layers), 'layer')} with K/V scales in "
+            f"{counted(len(self.files), 'file')}, checked for {self.kv_cache_dtype} "
+            f"({self.kv_cache_dtype_from}) on {self.device}: "
+            f"{counted(len(self.problems), 'problem')}, {counted(len(self.remarks), 'remark')}"
         )
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _some(layers: tuple[str, ...], most: int = 5) -> str:
-    more = f" and {len(layers) - most} more" if len(layers) > most else ""
-    return ", ".join(layers[:most]) + more
+def some(names: Sequence[str], most: int = 5) -> str:
+    """The first few of many names, for a message."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(shown, names[:most])) + more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvcache_plugin import formats
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from kvcache_plugin.api import DeviceLike
     from kvcache_plugin.checkpoint.declaration import Declaration
-    from kvcache_plugin.checkpoint.report import LayerScales
 
 
 def scan_checkpoint(
@@ -51,6 +51,7 @@ def scan_checkpoint(
     :param device: where the cache will be, as in ``validate_kv_scales``; it need not be present.
     :param revision: the branch, tag or commit, for a name in the cache.
     :param progress: called with the number of files read so far, and of all.
+    :returns: what is stored, what would be served, and what was found.
     :raises CheckpointError: for a checkpoint that cannot be read, or is not to be trusted, in one
         line that names the file.
     :raises KVCacheError: for a device or format that is unknown.
@@ -80,7 +81,7 @@ def scan_checkpoint(
         declaration=declaration,
         shape=shape,
         kv_format=kv_format,
-        layers=tuple(sorted(layers, key=_place)),
+        layers=tuple(sorted(layers, key=attrgetter("place"))),
         scales=tuple(scale.stored for scale in collector.scales),
         unknown=tuple(collector.unknown),
         owners=frozenset(collector.owners),
@@ -117,7 +118,3 @@ def _known_format(declaration: Declaration, device: Device) -> str:
     except KVCacheError:
         return ""
     return name
-
-
-def _place(layer: LayerScales) -> tuple[bool, str, int, str]:
-    return layer.is_draft, layer.stack, layer.index or 0, layer.layer

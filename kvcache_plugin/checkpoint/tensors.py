@@ -59,12 +59,7 @@ class SafetensorsFile:
                 (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
                 header = file.read(length)
         except (SafetensorError, struct.error) as error:
-            reason = str(error).removeprefix("Error while deserializing header: ")
-            raise CheckpointError(
-                f"it is no sound safetensors file: {shown(reason)}",
-                file=where,
-                remedy="Download or copy it again",
-            ) from error
+            raise self._damaged(error) from error
         except OSError as error:
             raise unreadable(error, where) from error
         self._data = _LENGTH.size + length
@@ -108,7 +103,14 @@ class SafetensorsFile:
             if b"\\" in header or header.count(b'"data_offsets"') != tensors:
                 entries = json.loads(header, object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(
-                f"it is no sound safetensors file: {shown(str(error))}", file=self._where
-            ) from error
+            raise self._damaged(error) from error
         return entries
+
+    def _damaged(self, error: Exception) -> CheckpointError:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        return CheckpointError(
+            f"it is no sound safetensors file: {shown(reason)}",
+            file=self._where,
+            remedy="Download or copy it again",
+            name="file-damaged",
+        )

@@ -7,11 +7,10 @@ What is a rule of thumb gives a remark. Versions in the remedies are those of pu
 from __future__ import annotations
 
 import statistics
-from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from kvcache_plugin.checkpoint.conventions import COMPRESSED_TENSORS, MODELOPT
-from kvcache_plugin.checkpoint.evidence import names
+from kvcache_plugin.checkpoint.evidence import CALIBRATE_MODELOPT, names, stacks
 from kvcache_plugin.checkpoint.report import Finding
 from kvcache_plugin.errors import shown
 
@@ -79,13 +78,12 @@ def not_positive(evidence: Evidence) -> Iterator[Finding]:
 def all_one(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.all_are(1.0):
         return
-    producer = evidence.declaration.producer
-    if producer.name == MODELOPT and producer.is_older(0, 43) is False:
+    if evidence.is_cast_on_purpose:
         yield Finding(
             "all-one",
             "remark",
             "every K and V scale is exactly 1.0, as ModelOpt's cast modes mean it",
-            "For calibrated scales export again with hf_ptq.py --kv_cache_qformat fp8",
+            CALIBRATE_MODELOPT,
             names(evidence.layers),
             value=1.0,
         )
@@ -98,7 +96,7 @@ def all_one(evidence: Evidence) -> Iterator[Finding]:
         "all-one",
         "problem",
         "every K and V scale is exactly 1.0, which no calibration gives",
-        clamped if producer.name == MODELOPT else evidence.calibrate,
+        clamped if evidence.declaration.producer.name == MODELOPT else evidence.calibrate,
         names(evidence.layers),
         value=1.0,
     )
@@ -224,8 +222,7 @@ def conventions(evidence: Evidence) -> Iterator[Finding]:
 
 
 def outliers(evidence: Evidence) -> Iterator[Finding]:
-    for _, group in groupby(evidence.layers, key=lambda layer: (layer.is_draft, layer.stack)):
-        stack = [layer for layer in group if layer.index is not None]
+    for stack in stacks(evidence.layers):
         for side in ("k", "v"):
             yield from _outliers(list(_multipliers(stack, side)), side)
 
