@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -63,6 +64,42 @@ def test_every_public_name_is_on_the_page_once() -> None:
     found = re.findall(r"^::: kvcache_plugin\.(.+)$", page, re.M)
     expected = [*kv.__all__, *(f"testing.{name}" for name in kv_testing.__all__)]
     assert sorted(found) == sorted(expected)
+
+
+#: Functions and classes, and the methods of those that are on the page by themselves.
+PUBLIC: dict[str, Any] = {
+    **{name: getattr(kv, name) for name in kv.__all__},
+    **{name: getattr(kv_testing, name) for name in kv_testing.__all__},
+    "Device.of": kv.Device.of,
+    "Device.parse": kv.Device.parse,
+    "Candidate.of": kv_testing.Candidate.of,
+    "Case.run": kv_testing.Case.run,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, found in PUBLIC.items() if hasattr(found, "__qualname__")]
+)
+def test_what_is_public_tells_its_parameters_and_its_result(name: str) -> None:
+    found = PUBLIC[name]
+    told = inspect.getdoc(found) or ""
+    assert told
+    signature = inspect.signature(found)
+    inherits_init = inspect.isclass(found) and "__init__" not in vars(found)
+    if not inherits_init or hasattr(found, "_fields"):
+        for parameter in signature.parameters.keys() - {"self"}:
+            assert f":param {parameter}:" in told, parameter
+    if "." not in name and inspect.isfunction(found) and signature.return_annotation != "None":
+        assert ":returns:" in told
+
+
+@pytest.mark.parametrize("name", kv.__all__)
+def test_methods_of_what_is_public_are_told(name: str) -> None:
+    found = getattr(kv, name)
+    for method, defined in (vars(found) if inspect.isclass(found) else {}).items():
+        function = getattr(defined, "fget", getattr(defined, "__func__", defined))
+        if inspect.isfunction(function) and not method.startswith("_"):
+            assert inspect.getdoc(function), method
 
 
 # The command line

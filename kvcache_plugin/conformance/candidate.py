@@ -56,6 +56,7 @@ class Candidate:
         """An implementation that need not be installed.
 
         :param implementation: a module, or an instance of a class, with hook functions.
+        :param torch_device: where tensors live.
         :param device: by default what ``torch_device`` is. With another one code for hardware that
             is not there is examined with tensors on the CPU. A string is a name, ``"sm_90"``.
         :raises KVCacheError: for a plugin that is broken, a device that is unknown, or a GPU that

@@ -32,6 +32,7 @@ CHECKS: Final = tuple(
 class Verdict:
     """What came of one case.
 
+    :param problems: what is wrong, each with the first codes or values that differ.
     :param compared: how many codes, block scales and values were compared.
     :param skipped: why nothing was looked at; empty where something was.
     """
@@ -43,7 +44,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Case:
-    """One check with one format and dtype; ``None`` where the check is not about a dtype."""
+    """One check of an implementation.
+
+    :param check: what is done and looked at.
+    :param kv_cache_dtype: the format.
+    :param dtype: of K and V; ``None`` where the check is not about a dtype.
+    """
 
     check: Check
     kv_cache_dtype: str
@@ -58,7 +64,10 @@ class Case:
         return "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
 
     def run(self, candidate: Candidate) -> Verdict:
-        """Ask the candidate. Its exceptions go up as they are, with a note of the input."""
+        """Ask the candidate. Its exceptions go up as they are, with a note of the input.
+
+        :param candidate: the one that ``cases`` was asked about.
+        """
         kv_format = _format(candidate, self.kv_cache_dtype)
         trial = Trial(candidate, kv_format, self.dtype or torch.float32)
         if self.check.only_exact and not is_exact(trial.tolerance):
@@ -73,7 +82,9 @@ class Case:
 def cases(candidate: Candidate, kv_cache_dtypes: Sequence[str] | None = None) -> tuple[Case, ...]:
     """The cases of a candidate.
 
+    :param candidate: an implementation and its device, from ``Candidate.of``.
     :param kv_cache_dtypes: by default every format that it says it serves on its device.
+    :returns: one for each check, format and dtype.
     :raises KVCacheError: for a format that it does not serve, where none is asked for, where it
         serves none, and where it does not say, so that nothing passes because nothing was looked
         at.

@@ -34,7 +34,10 @@ _NOWHERE: Final = -(1 << 20)
 class Difference:
     """One code, block scale or value that is not what it must be.
 
+    :param index: where it is.
     :param given: what it was made from, in words.
+    :param got: what it is.
+    :param expected: what it must be.
     """
 
     index: tuple[int, ...]
@@ -51,7 +54,8 @@ class Problem:
     """What is wrong with one answer.
 
     :param what: which input, and what is wrong.
-    :param differing: how many of the ``compared`` differ; both 0 where nothing was counted.
+    :param differing: how many differ; 0 where nothing was counted.
+    :param compared: of how many.
     :param first: the first few of them.
     """
 

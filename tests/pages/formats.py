@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 
 from kvcache_plugin.device import Device
@@ -11,10 +13,12 @@ from tests.pages.markdown import code, power_of_two, table
 
 HEAD_DIM = 128
 
+_finfo: Any = ml_dtypes.finfo
+
 #: What ml_dtypes has for the codes of each format.
 NUMBERS = {
-    **{form.name: ml_dtypes.finfo(form.dtype) for form in oracles.FP8},
-    "nvfp4": ml_dtypes.finfo(oracles.E2M1.dtype),
+    **{form.name: _finfo(form.dtype) for form in oracles.FP8},
+    "nvfp4": _finfo(oracles.E2M1.dtype),
 }
 
 
