@@ -69,6 +69,9 @@ def quantize_kv(
 ) -> QuantizedKV:
     """Quantize K or V by the implementation for the device that it is on.
 
+    The codes are those of the CPU reference, which ``docs/numerics.md`` defines, but for what an
+    implementation declares.
+
     :param tensor: float32, bfloat16 or float16, ``[..., head_dim]``, any strides, also empty. It is
         never changed. For NVFP4 ``head_dim`` is a multiple of 16.
     :param scale: dequantization multiplier, ``x ≈ code · scale`` (FP8) or
