@@ -1,55 +1,97 @@
-"""The documentation says what the code does: every example runs, every hook and switch is there."""
+"""The documentation says what the code does: every block of its pages is run, or held against it."""
 
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import inspect
 import re
 import shlex
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pytest
+import torch
 
 from kvcache_plugin import cli, hookspecs
+from kvcache_plugin.errors import KVScaleError
+from kvcache_plugin.hosts.gate import LoadGate
+from kvcache_plugin.hosts.loaded import LoadedScales
+from kvcache_plugin.plugins import ENTRY_POINT_GROUP
 from kvcache_plugin.settings import SWITCHES
 from tests.example_checkpoints import write_examples
+from tests.messages import is_shown, messages
+from tests.pages.markdown import DOCS, ROOT, pages
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest brings it
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvcache_plugin.settings import Switch
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 HOOKS = {
     name: tuple(inspect.signature(function).parameters)
     for name, function in vars(hookspecs).items()
     if hasattr(function, "kvcache_plugin_spec")
 }
-_FENCED = re.compile(r"^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w*)(?P<title> title=\S+)?\n(?P<code>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
+)
+#: What stands in a page for what is left out of an output.
+_LEFT_OUT: Final = "…"
 
 
 class Block(NamedTuple):
+    """A fenced block.
+
+    :param title: the file that it is, where it is one.
+    """
+
     page: str
     line: int
     language: str
+    title: str
     code: str
 
 
-def blocks() -> list[Block]:
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = list(_FENCED.finditer(text))
+    fences = re.findall(r"^ *```", text, re.MULTILINE)
+    assert len(fences) == 2 * len(found), f"{page.name} has a block that is not understood"
     return [
-        Block(page.name, text.count("\n", 0, found.start()) + 2, found["language"], found["code"])
-        for page in PAGES
-        for text in [page.read_text(encoding="utf-8")]
-        for found in _FENCED.finditer(text)
+        Block(
+            page.name,
+            text.count("\n", 0, block.start()) + 2,
+            block["language"],
+            (block["title"] or "").removeprefix(" title=").strip('"'),
+            re.sub(f"^{block['indent']}", "", block["code"], flags=re.MULTILINE),
+        )
+        for block in found
     ]
 
 
-def named(language: str) -> list[Any]:
+BLOCKS = [block for page in pages() for block in blocks_of(page)]
+#: Of these the package is made that tests/test_tutorial.py installs.
+TUTORIAL = "tutorial.md"
+
+
+def written_in(*languages: str, besides: str = "") -> list[Any]:
     return [
         pytest.param(block, id=f"{block.page}:{block.line}")
-        for block in blocks()
-        if block.language == language
+        for block in BLOCKS
+        if block.language in languages and block.page != besides
     ]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
 
 
 def test_there_are_seven_hooks() -> None:
@@ -58,13 +100,13 @@ def test_there_are_seven_hooks() -> None:
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_hook_is_documented_with_its_arguments(hook: str) -> None:
-    page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+    page = (DOCS / "hooks.md").read_text(encoding="utf-8")
     assert f"### `{hook}({', '.join(HOOKS[hook])})`" in page
 
 
 @pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: switch.name)
 def test_every_switch_is_documented_with_its_values(switch: Switch) -> None:
-    page = (ROOT / "docs" / "switches.md").read_text(encoding="utf-8")
+    page = (DOCS / "switches.md").read_text(encoding="utf-8")
     rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
     row = next(row for row in rows if row[1].strip() == f"`{switch.name}`")
     for value in switch.values or ():
@@ -75,20 +117,31 @@ def test_every_switch_is_documented_with_its_values(switch: Switch) -> None:
 
 def test_no_switch_is_documented_that_does_not_exist() -> None:
     known = {switch.name for switch in SWITCHES}
-    for page in PAGES:
+    for page in pages():
         found = re.findall(r"KVCACHE_PLUGIN_[A-Z_]*[A-Z]", page.read_text(encoding="utf-8"))
         assert set(found) <= known
 
 
-@pytest.mark.parametrize("block", named("python"))
+# Blocks, by their language
+
+
+def test_every_block_is_in_a_language_that_is_tested() -> None:
+    """``mermaid`` is in ``test_ways.py``; what is a file is in ``test_tutorial.py``."""
+    tested = {"python", "pycon", "console", "bash", "toml", "text", "mermaid"}
+    assert {block.language for block in BLOCKS} == tested
+    assert {block.page for block in BLOCKS if block.title} <= {TUTORIAL}
+    assert {block.page for block in BLOCKS if block.language == "mermaid"} <= {"ways.md"}
+
+
+@pytest.mark.parametrize("block", written_in("python", besides=TUTORIAL))
 def test_python_blocks_run(block: Block) -> None:
     exec(compile(block.code, f"{block.page}:{block.line}", "exec"), {"__name__": "docs"})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 def test_sessions_print_what_the_page_shows(page: Path) -> None:
     """All ``>>>`` sessions of a page, in their order and in one namespace."""
-    sessions = [b.code for b in blocks() if b.page == page.name and b.language == "pycon"]
+    sessions = [b.code for b in BLOCKS if b.page == page.name and b.language == "pycon"]
     parsed = doctest.DocTestParser().get_doctest("\n".join(sessions), {}, page.name, None, 0)
     runner = doctest.DocTestRunner(verbose=False)
     said: list[str] = []
@@ -96,12 +149,19 @@ def test_sessions_print_what_the_page_shows(page: Path) -> None:
     assert runner.summarize(verbose=False).failed == 0, "".join(said)
 
 
-def test_there_are_sessions_and_commands_to_run() -> None:
-    languages = {block.language for block in blocks()}
-    assert {"python", "pycon", "console"} <= languages
+def is_excerpt(shown: str, printed: str) -> bool:
+    pattern = ".*".join(map(re.escape, shown.split(_LEFT_OUT)))
+    return re.fullmatch(pattern, printed, re.DOTALL) is not None
 
 
-@pytest.mark.parametrize("block", named("console"))
+def test_an_excerpt_leaves_out_what_it_says() -> None:
+    assert is_excerpt("1 a\n…\n3 c\n", "1 a\n2 b\n3 c\n")
+    assert is_excerpt("1 …\n2 b\n", "1 a\n2 b\n")
+    assert not is_excerpt("1 a\n3 c\n", "1 a\n2 b\n3 c\n")
+    assert not is_excerpt("1 a\n…\n", "1 a, b\n2 b\n")
+
+
+@pytest.mark.parametrize("block", written_in("console", besides=TUTORIAL))
 def test_commands_print_what_the_page_shows(
     block: Block,
     capsys: pytest.CaptureFixture[str],
@@ -122,11 +182,125 @@ def test_commands_print_what_the_page_shows(
     assert cli.main(arguments) == int(status or cli.FINE)
     printed = capsys.readouterr().out
     if shown:
-        assert printed == shown
+        assert is_excerpt(shown, printed), printed
 
 
-def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
-            if "://" not in target:
-                assert (page.parent / target.partition("#")[0]).exists(), f"{page.name}: {target}"
+@pytest.mark.parametrize("block", written_in("toml"))
+def test_toml_is_an_entry_point_of_ours(block: Block) -> None:
+    groups = tomllib.loads(block.code)["project"]["entry-points"]
+    assert set(groups) == {ENTRY_POINT_GROUP}
+
+
+@pytest.mark.parametrize("block", written_in("text", besides=TUTORIAL))
+def test_text_is_a_message(block: Block) -> None:
+    names = re.findall(r"\[errors#([a-z0-9-]+)\]", block.code)
+    assert block.code.endswith(f"[errors#{names[-1]}]\n" if names else "]"), "no message"
+    known, _ = messages()
+    for name in set(names):
+        quoted = f"```text\n{block.code}```"
+        assert any(is_shown(message, quoted) for message in known if message.name == name), name
+
+
+@pytest.mark.parametrize("page", ["README.md", "index.md"])
+def test_the_refusal_of_a_first_page_is_a_real_one(page: str) -> None:
+    layers = [
+        LoadedScales(
+            layer=f"model.layers.{i}.self_attn.attn",
+            k=float("inf") if i == 17 else 0.05,
+            v=0.06,
+            kv_cache_dtype="fp8",
+            device=torch.device("cpu"),
+        )
+        for i in range(32)
+    ]
+    modules = [(torch.nn.Module(), layer) for layer in layers]
+    with pytest.raises(KVScaleError) as refused, LoadGate("vLLM", "strict").model(modules):
+        pytest.fail("a corrupt layer is served")
+    said = f"kvcache_plugin.errors.KVScaleError: {refused.value}".split()
+    shown = [b.code.split() for b in BLOCKS if b.page == page and b.language == "text"]
+    assert said in shown, refused.value
+
+
+# What somebody types into a shell
+
+#: Programs of others, with which nothing of ours can be wrong.
+_OTHERS: Final = ("cd", "export", "source", "git", "curl")
+
+
+def lines_of(block: Block) -> list[str]:
+    return [line for line in block.code.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def check_make(arguments: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"^([\w-]+):", makefile, re.MULTILINE)
+    assert {a for a in arguments if not a.startswith("-") and "=" not in a} <= set(targets)
+
+
+def check_ours(arguments: list[str]) -> None:
+    cli.parser().parse_args(arguments)  # exits where it does not understand them
+
+
+def check_pip(arguments: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert arguments[0] in ("install", "uninstall")
+    for argument in arguments[1:]:
+        found = re.fullmatch(r"(\.|kvcache-plugin|kvcache_plugin)\[(.+)\]", argument)
+        if found:
+            assert set(found[2].split(",")) <= set(project["optional-dependencies"])
+
+
+def check_python(arguments: list[str]) -> None:
+    if arguments[0] == "-m":
+        package, *_ = arguments[1].split(".")
+        if package in ENGINES:
+            assert len(arguments) > 2
+        else:
+            assert importlib.util.find_spec(arguments[1]), arguments[1]
+
+
+ENGINES: Final = ("vllm", "sglang")
+
+
+def check_command(line: str) -> None:
+    words = shlex.split(line, comments=True)
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        del words[0]
+    if not words:
+        return
+    program, arguments = words[0].rpartition("/")[2], words[1:]
+    if program == "make":
+        check_make(arguments)
+    elif program == "kvcache-plugin":
+        check_ours(arguments)
+    elif program == "pip":
+        check_pip(arguments)
+    elif program in ("python", "python3"):
+        check_python(arguments)
+    elif (ROOT / words[0]).is_file():
+        pass
+    else:
+        assert program in (*_OTHERS, *ENGINES), program
+
+
+@pytest.mark.parametrize("block", written_in("bash", besides=TUTORIAL))
+def test_what_a_shell_is_given_is_understood(block: Block) -> None:
+    subprocess.run(["bash", "-n"], input=block.code, text=True, check=True)
+    for line in lines_of(block):
+        check_command(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "make tset",
+        "kvcache-plugin chekc PATH",
+        "kvcache-plugin check PATH --jsno",
+        'pip install ".[clli]"',
+        "python -m kvcache_plugin.nothing",
+        "kvcache_plugin doctor",
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(line: str) -> None:
+    with pytest.raises((AssertionError, SystemExit)):
+        check_command(line)
