@@ -112,7 +112,8 @@ def _checked(site: Path) -> Iterator[tuple[str, str, str]]:
         registered.append(_milliseconds(register))
         with_more.append(_milliseconds(check))
     yield "finding the implementations", "the first load or call", _milliseconds(found)
-    yield "compiling the C kernels for a CPU", "once on a machine", _milliseconds(compiled)
+    once = "once, for a user and a compiler"
+    yield "compiling the C kernels for a CPU", once, _milliseconds(compiled)
     yield "loading them", "the first load or call on a CPU", _milliseconds(loaded)
     yield f"checking {_either(LAYERS)} layers", "each load", _either(with_layers)
     more = f"{_either(MORE)} more implementations"
