@@ -445,7 +445,7 @@ def test_other_loaders_are_left_alone_with_one_line(caplog: pytest.LogCaptureFix
         loader_module.get_model_loader(LoadConfig(load_format="dummy"), None)
     lines = [r.getMessage() for r in caplog.records if "is active" in r.getMessage()]
     assert len(lines) == 1
-    assert lines[0].endswith("leaves alone what DummyModelLoader loads")
+    assert lines[0].endswith("leaves alone what DummyModelLoader loads [errors#active]")
 
 
 #: The seams of the checks at load; those of updates and of writes have tests of their own.

@@ -34,7 +34,6 @@ from kvcache_plugin.hosts.gate import LoadGate
 from kvcache_plugin.settings import read_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 NAME = "model.layers.3.self_attn.attn"
@@ -458,19 +457,3 @@ def test_every_seam_fits_in_the_source_and_in_the_module() -> None:
         if seam.engine == "vllm":
             assert fitting.check_source(seam) == ""
             assert fitting.check_module(seam, importlib.import_module(seam.module)) == ""
-
-
-@pytest.fixture
-def records() -> Iterator[list[logging.LogRecord]]:
-    """What our loggers say; pytest's own fixture listens on the root logger, which is not ours."""
-    found: list[logging.LogRecord] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record)
-
-    handler = Handler(logging.WARNING)
-    logger = logging.getLogger("kvcache_plugin")
-    logger.addHandler(handler)
-    yield found
-    logger.removeHandler(handler)

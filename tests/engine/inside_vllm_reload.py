@@ -7,7 +7,6 @@ hardware is put in place of the CPU where the plugin, and where vLLM, asks what 
 from __future__ import annotations
 
 import importlib
-import logging
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,8 @@ from kvcache_plugin import Device, KVScaleError
 from kvcache_plugin.hosts import seams, vllm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    import logging
+    from collections.abc import Mapping
 
 NAN, INF = float("nan"), float("inf")
 NAME = "model.layers.{}.self_attn.attn"
@@ -417,19 +417,3 @@ def test_a_failure_to_check_it_stops_nothing(
     assert model.scales("k") == near(0.05, 0.04)
     (record,) = records
     assert record.exc_info is not None
-
-
-@pytest.fixture(autouse=True)
-def records() -> Iterator[list[logging.LogRecord]]:
-    """What our loggers say from WARNING on."""
-    found: list[logging.LogRecord] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record)
-
-    handler = Handler(logging.WARNING)
-    logger = logging.getLogger("kvcache_plugin")
-    logger.addHandler(handler)
-    yield found
-    logger.removeHandler(handler)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 HEADS, HEAD_DIM, BLOCKS, BLOCK_SIZE = 2, 64, 4, 32
+#: From where on ``records`` hears what is said.
+LEVEL = logging.INFO
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS = {
     "fp8": torch.float8_e4m3fn,
@@ -338,7 +340,7 @@ def test_a_layer_is_taken_over_once_and_told_once(records: list[logging.LogRecor
     assert model.layers[0].impl.do_kv_cache_update is first
     lines = [r.getMessage() for r in records if "by its hook" in r.getMessage()]
     assert len(lines) == 2
-    assert lines[0].endswith("(fp8_e4m3 on cpu, cpu_fast)")
+    assert lines[0].endswith("(fp8_e4m3 on cpu, cpu_fast) [errors#hook-writes]")
 
 
 def test_compilation_may_not_fuse_the_write_of_a_layer_that_is_taken_over() -> None:
@@ -544,23 +546,3 @@ def test_what_a_write_leaves_on_the_layer_stays_there() -> None:
     shown = _Unscaled(layer)
     shown.workspace = 3
     assert layer.workspace == 3
-
-
-@pytest.fixture
-def records() -> Iterator[list[logging.LogRecord]]:
-    """What our loggers say of writes, from INFO on."""
-    found: list[logging.LogRecord] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "is active in" not in record.getMessage():
-                found.append(record)
-
-    handler = Handler(logging.INFO)
-    logger = logging.getLogger("kvcache_plugin")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    yield found
-    logger.removeHandler(handler)
-    logger.setLevel(level)

@@ -17,8 +17,11 @@ PROMPT = (11, 42, 7, 99, 256, 512, 3, 1000)
 NUM_TOKENS = 8
 
 
-def start(checkpoint: str, *, kv_cache_dtype: str = "fp8_e4m3", tp_size: int = 1) -> Any:
-    """SGLang's engine on a CPU, in the one way that needs nothing but Python."""
+def start(checkpoint: str, *, kv_cache_dtype: str = "fp8_e4m3", **arguments: Any) -> Any:
+    """SGLang's engine on a CPU, in the one way that needs nothing but Python.
+
+    :param arguments: further arguments of ``sglang.Engine``.
+    """
     # SGLang's own log format leaves out the level and the logger's name, which the tests need.
     logging_config = Path(__file__).with_name("logging_sglang.json")
     os.environ.setdefault("SGLANG_LOGGING_CONFIG_PATH", str(logging_config))
@@ -34,11 +37,10 @@ def start(checkpoint: str, *, kv_cache_dtype: str = "fp8_e4m3", tp_size: int = 1
         disable_overlap_schedule=True,
         sampling_backend="pytorch",
         grammar_backend="none",
-        max_total_tokens=512,
         context_length=128,
         dtype="bfloat16",
         log_level="info",
-        tp_size=tp_size,
+        **{"max_total_tokens": 512, **arguments},
     )
 
 

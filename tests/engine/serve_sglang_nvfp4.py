@@ -15,32 +15,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from serve_sglang import start  # type: ignore[import-not-found]
+
 NUM_TOKENS = 24
 
 
 def main() -> int:
     asked = json.loads(Path(sys.argv[1]).read_text())
-    logging_config = Path(__file__).with_name("logging_sglang.json")
-    os.environ.setdefault("SGLANG_LOGGING_CONFIG_PATH", str(logging_config))
     # With it more requests are let in than there is room for in the end, and some are retracted.
     os.environ["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"] = "1"
-    import sglang
-
-    engine = sglang.Engine(
-        model_path=asked["checkpoint"],
-        device="cpu",
-        attention_backend="torch_native",
+    engine = start(
+        asked["checkpoint"],
         kv_cache_dtype=asked["kv_cache_dtype"],
-        skip_tokenizer_init=True,
-        disable_cuda_graph=True,
-        disable_overlap_schedule=True,
-        sampling_backend="pytorch",
-        grammar_backend="none",
         max_total_tokens=asked["max_total_tokens"],
         schedule_conservativeness=0.01,
-        context_length=128,
-        dtype="bfloat16",
-        log_level="info",
     )
 
     def go_on(prompts: Any, count: int = NUM_TOKENS) -> Any:

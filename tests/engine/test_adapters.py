@@ -34,7 +34,10 @@ def pytest_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_adapter(engine: str, name: str, plugin_site: Path, pytest_site: Path) -> None:
     # Not the mode that would put the checkout on the path, in front of what is installed.
     options = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--import-mode=importlib"]
+    options += ["-p", "our_records"]
     arguments = ["-m", "pytest", *options, str(_HERE / name)]
-    returncode, log = run_python(engine, arguments, site=[plugin_site, pytest_site])
+    returncode, log = run_python(
+        engine, arguments, site=[plugin_site, pytest_site, _HERE / "inside_fixtures"]
+    )
     assert returncode == 0, log
     assert " passed" in log, log
