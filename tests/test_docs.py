@@ -1,4 +1,4 @@
-"""The documentation says what the code does: every block of its pages is run, or held against it."""
+"""The documentation says what the code does: every block is run, or held against it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from kvcache_plugin.plugins import ENTRY_POINT_GROUP
 from kvcache_plugin.settings import SWITCHES
 from tests.example_checkpoints import write_examples
 from tests.messages import is_shown, messages
+from tests.pages.commands import commands
 from tests.pages.markdown import DOCS, ROOT, pages
 
 if sys.version_info >= (3, 11):
@@ -262,6 +263,14 @@ def check_python(arguments: list[str]) -> None:
 ENGINES: Final = ("vllm", "sglang")
 
 
+def check_options(arguments: list[str]) -> None:
+    """Of a command that leaves out what it must be given."""
+    known = {"": cli.parser(), **commands()}
+    name = "" if arguments[0].startswith("-") else arguments[0]
+    options = {a.partition("=")[0] for a in arguments if a.startswith("-")}
+    assert options <= set(known[name]._option_string_actions), options
+
+
 def check_command(line: str) -> None:
     words = shlex.split(line, comments=True)
     while words and re.match(r"[A-Z_]+=", words[0]):
@@ -304,3 +313,13 @@ def test_what_a_shell_is_given_is_understood(block: Block) -> None:
 def test_a_command_that_does_not_exist_is_found(line: str) -> None:
     with pytest.raises((AssertionError, SystemExit)):
         check_command(line)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_commands_within_a_sentence_exist(page: Path) -> None:
+    checks = {"kvcache-plugin": check_options, "make": check_make, "python": check_python}
+    prose = _FENCED.sub("", page.read_text(encoding="utf-8"))
+    for command in re.findall(r"`([^`]+)`", prose):
+        program, *arguments = command.split()
+        if program in checks and arguments:
+            checks[program](arguments)
