@@ -692,19 +692,3 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
     )
     assert done.stdout == "remark reciprocal\n"
     assert done.stderr == ""
-
-
-# The page
-
-
-def test_the_readme_shows_lines_that_are_printed(check: Any) -> None:
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.search(
-        r"^```text\n\$ kvcache-plugin (check .*)\n((?:.*\n)+?)```$", page, re.MULTILINE
-    )
-    assert found is not None
-    status, printed = check(*found[1].split()[1:])
-    assert status == cli.WRONG
-    lines = iter(printed.splitlines())
-    for shown in found[2].splitlines():
-        assert any(line.startswith(shown.rstrip(" …")) for line in lines), shown

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import pkgutil
 import pty
 import shlex
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 
 import kvcache_plugin
 from kvcache_plugin import KVCacheError, cli, doctor, formats, manager
+from kvcache_plugin import commands as command_modules
 from kvcache_plugin.hosts import engines, fitting, seams
 
 
@@ -97,6 +100,44 @@ def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
     assert "usage: kvcache-plugin" in done.stdout
 
 
+def commands() -> dict[str, argparse.ArgumentParser]:
+    (found,) = (
+        action for action in cli.parser()._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    return dict(found.choices)
+
+
+def test_every_command_is_a_module_and_every_module_a_command() -> None:
+    modules = {module.name for module in pkgutil.iter_modules(command_modules.__path__)}
+    assert modules - {"common"} == set(commands())
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_option_says_what_it_is(command: str) -> None:
+    parser = commands()[command]
+    assert parser.description
+    assert all(action.help for action in parser._actions)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--tokens", "1,0", "'1,0' is not numbers from 1 up"),
+        ("--tokens", "many", "'many' is not numbers from 1 up"),
+        ("--kv-cache-dtype", "fp8,,nvfp4", "'fp8,,nvfp4' has an empty name in it"),
+    ],
+)
+def test_a_value_that_an_option_does_not_take_is_2_and_has_a_name(
+    option: str, value: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["bench", option, value])
+    assert exit_.value.code == cli.MISUSED
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert said in last
+    assert last.endswith(" [errors#option-value]")
+
+
 def test_import_brings_neither_torch_nor_an_engine() -> None:
     code = (
         "import sys, kvcache_plugin\n"
@@ -149,6 +190,18 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     hooks = ("quantize_kv", "quantize_kv_pair", "dequantize_kv", "validate_kv_scales")
     assert chosen == dict.fromkeys(hooks, "rocm_fnuz")
     assert all(row["reason"] for row in rows)
+
+
+def test_explain_says_who_writes_the_caches_in_both_forms(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("explain", "--device", "cpu", "--kv-cache-dtype", "fp8")
+    _, rows = run_json(capsys, *arguments)
+    (writes,) = [row["writes"] for row in rows if row["chosen"]]
+    assert [line.split("'s caches are written by ")[0] for line in writes] == ["vLLM", "SGLang"]
+    assert all(row["writes"] == [] for row in rows if not row["chosen"])
+    cli.main([*arguments])
+    assert capsys.readouterr().out.splitlines()[-2:] == writes
 
 
 def test_explain_with_nothing_left_is_1(
