@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kvcache_plugin import KVScaleError
+from kvcache_plugin.errors import add_note
 from kvcache_plugin.hosts import gate as gate_module
 from kvcache_plugin.hosts import verdicts
 from kvcache_plugin.hosts.gate import LoadGate
@@ -57,6 +58,42 @@ def test_every_corrupt_layer_is_in_the_error_and_nothing_is_processed() -> None:
     assert "model.layers.2.attn" not in message
     assert "Calibrate" in message
     assert "KVCACHE_PLUGIN_MODE=warn" in message
+
+
+def test_a_refusal_and_each_of_its_layers_have_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, layer: str, **kwargs: Any) -> None:
+        error = KVScaleError("no scale", layer=layer, remedy="Export", name="scale-not-finite")
+        add_note(error, "says a vendor")
+        raise error
+
+    monkeypatch.setattr(verdicts, "validate_kv_scales", refuse)
+    with (
+        pytest.raises(KVScaleError) as refused,
+        LoadGate("Engine", "strict").model(layers(2)),
+    ):
+        pytest.fail("not reached")
+    assert refused.value.name == "checkpoint-refused"
+    assert str(refused.value) == (
+        "kvcache_plugin refuses this checkpoint: corrupt K/V scales in 2 of 2 layers\n"
+        "  model.layers.0.attn: no scale; says a vendor [errors#scale-not-finite]\n"
+        "  model.layers.1.attn: no scale; says a vendor [errors#scale-not-finite]. Export. "
+        "KVCACHE_PLUGIN_MODE=warn loads the checkpoint as it is [errors#checkpoint-refused]"
+    )
+
+
+def test_both_things_that_are_wrong_with_a_layer_have_their_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(name: str) -> Any:
+        def check(*args: Any, **kwargs: Any) -> None:
+            raise KVScaleError(f"bad {name}", layer="attn", name=name)
+
+        return check
+
+    monkeypatch.setattr(verdicts, "validate_kv_scales", refuse("first"))
+    monkeypatch.setattr(verdicts, "_check_attention", refuse("second"))
+    error = verdicts.judge(found(0))
+    assert str(error) == "attn: bad first [errors#first]; bad second [errors#second]"
 
 
 def test_an_error_of_the_engine_does_not_hide_corrupt_layers_that_belong_together() -> None:
