@@ -30,8 +30,8 @@ class QuantizedKV:
 class OutBuffers(NamedTuple):
     """Buffers that the caller owns, to be filled: of the shapes and dtypes of a ``QuantizedKV``.
 
-    :param data: for the codes.
-    :param block_scales: for the block scales; ``None`` for a format without.
+    :ivar data: for the codes.
+    :ivar block_scales: for the block scales; ``None`` for a format without.
     """
 
     data: torch.Tensor

@@ -85,10 +85,11 @@ def test_what_is_public_tells_its_parameters_and_its_result(name: str) -> None:
     told = inspect.getdoc(found) or ""
     assert told
     signature = inspect.signature(found)
-    inherits_init = inspect.isclass(found) and "__init__" not in vars(found)
-    if not inherits_init or hasattr(found, "_fields"):
+    if not inspect.isclass(found) or "__init__" in vars(found):
         for parameter in signature.parameters.keys() - {"self"}:
             assert f":param {parameter}:" in told, parameter
+    for field in getattr(found, "_fields", ()):  # a NamedTuple, which has no __init__
+        assert f":ivar {field}:" in told, field
     if "." not in name and inspect.isfunction(found) and signature.return_annotation != "None":
         assert ":returns:" in told
 
