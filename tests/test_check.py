@@ -19,6 +19,7 @@ from kvcache_plugin.check import layer_names
 from kvcache_plugin.check.comparison import compare
 from kvcache_plugin.check.rows import rows_of
 from kvcache_plugin.check.sparkline import ASCII, BLOCKS, characters_for, spark_lines, sparkline
+from kvcache_plugin.checkpoint.report import KINDS
 from tests.checkpoints_on_disk import (
     COMPRESSED_TENSORS,
     FP8_SCHEME,
@@ -692,3 +693,17 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
     )
     assert done.stdout == "remark reciprocal\n"
     assert done.stderr == ""
+
+
+# The page
+
+
+def test_the_page_has_the_cause_and_the_remedy_of_every_kind() -> None:
+    page = (ROOT / "docs" / "check.md").read_text(encoding="utf-8")
+    section = page.partition("\n## What it finds\n")[2].partition("\n## ")[0]
+    _, *parts = section.split("\n### ")
+    told = {heading: text for heading, _, text in (part.partition("\n") for part in parts)}
+    assert list(told) == list(KINDS)
+    for kind, text in told.items():
+        assert re.match(r"\n\*\*Cause\.\*\* \S", text), kind
+        assert re.search(r"^\*\*Remedy\.\*\* \S", text, re.MULTILINE), kind
