@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import torch
 
-from kvcache_plugin.errors import KVScaleError
+from kvcache_plugin.errors import KVScaleError, anchored
 from kvcache_plugin.formats import FP8_E4M3FNUZ
 
 if TYPE_CHECKING:
@@ -73,13 +73,26 @@ class KVScales:
             ("v", self.v, self.v_source),
         ):
             if source not in SOURCES:
-                raise ValueError(f"{side}_source must be one of {SOURCES}, got {source!r}")
+                raise ValueError(
+                    anchored(
+                        f"{side}_source must be one of {SOURCES}, got {source!r}",
+                        "invalid-kv-scales",
+                    )
+                )
             if not isinstance(scale, (float, torch.Tensor)):
                 raise TypeError(
-                    f"{side} must be a float or a tensor of one scale per head, got {scale!r}"
+                    anchored(
+                        f"{side} must be a float or a tensor of one scale per head, got {scale!r}",
+                        "invalid-kv-scales",
+                    )
                 )
         if isinstance(self.k, torch.Tensor) != isinstance(self.v, torch.Tensor):
-            raise TypeError("k and v must both be floats or both be tensors of one scale per head")
+            raise TypeError(
+                anchored(
+                    "k and v must both be floats or both be tensors of one scale per head",
+                    "invalid-kv-scales",
+                )
+            )
 
     @property
     def per_head(self) -> bool:
@@ -127,13 +140,16 @@ class ScaleSite:
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
             raise self.error(
-                f"granularity must be 'tensor' or 'head', got {self.granularity!r}", remedy=""
+                f"granularity must be 'tensor' or 'head', got {self.granularity!r}",
+                name="invalid-granularity",
+                remedy="",
             )
         if self.granularity == "tensor":
             return
         if not self.kv_format.per_head:
             raise self.error(
                 f"{self.kv_format.name} has one scale per tensor, got granularity='head'",
+                name="invalid-granularity",
                 remedy="Per-head scales go with the FP8 formats",
             )
         heads = self.num_kv_heads
@@ -141,6 +157,7 @@ class ScaleSite:
             raise self.error(
                 "granularity='head' needs the number of KV heads, got "
                 f"num_kv_heads={self.num_kv_heads!r}",
+                name="invalid-granularity",
                 remedy="Pass num_kv_heads",
             )
 
@@ -149,13 +166,13 @@ class ScaleSite:
         """``fp8 KV cache``"""
         return f"{self.kv_format.family} {self.subject}"
 
-    def error(self, problem: str, *, remedy: str | None = None) -> KVScaleError:
-        return KVScaleError(
-            problem, layer=self.layer, remedy=self.remedy if remedy is None else remedy
-        )
+    def error(self, problem: str, *, name: str, remedy: str | None = None) -> KVScaleError:
+        remedy = self.remedy if remedy is None else remedy
+        return KVScaleError(problem, layer=self.layer, remedy=remedy, name=name)
 
-    def warn(self, sentence: str) -> None:
-        logger.warning("%s%s", f"{self.layer}: " if self.layer else "", sentence)
+    def warn(self, sentence: str, *, name: str) -> None:
+        layer = f"{self.layer}: " if self.layer else ""
+        logger.warning("%s", anchored(f"{layer}{sentence}", name))
 
 
 def resolve_scales(k_scale: object, v_scale: object, site: ScaleSite) -> KVScales:
@@ -189,7 +206,8 @@ def check_attention_scales(q_scale: object, prob_scale: object, site: ScaleSite)
         site.warn(
             f"{site.quantized} scales that are not positive count as absent, got "
             f"{_show_all(scales)}; 1.0 is used. Calibrate and export them again if the model needs "
-            "scales"
+            "scales",
+            name="scale-counts-as-absent",
         )
     factor = _FNUZ_FACTOR if site.kv_format.name == FP8_E4M3FNUZ.name else 1.0
     _check_range({name: tuple(x * factor for x in v) for name, v in positive.items()}, site)
@@ -240,10 +258,14 @@ def _admitted(name: str, scale: object, site: ScaleSite) -> torch.Tensor | float
         return None
     if isinstance(scale, torch.Tensor):
         if not holds_numbers(scale.dtype) or not is_plain(scale):
-            raise site.error(f"{name} must be a plain floating-point tensor, got {describe(scale)}")
+            raise site.error(
+                f"{name} must be a plain floating-point tensor, got {describe(scale)}",
+                name="scale-not-a-number",
+            )
         if scale.is_meta:
             raise site.error(
                 f"{name} is on the meta device and has no value, shape {tuple(scale.shape)}",
+                name="scale-not-loaded",
                 remedy="Load the checkpoint's tensors before the scales are checked",
             )
         return scale
@@ -252,7 +274,8 @@ def _admitted(name: str, scale: object, site: ScaleSite) -> torch.Tensor | float
         return number
     raise site.error(
         f"{name} must be a number, a floating-point tensor or None, got "
-        f"{type(scale).__name__} {scale!r}"
+        f"{type(scale).__name__} {scale!r}",
+        name="scale-not-a-number",
     )
 
 
@@ -264,12 +287,16 @@ def _checked(scales: Mapping[str, object], site: ScaleSite) -> _Scales:
     corrupt = _sides(read, lambda x: not math.isfinite(x))
     if corrupt:
         raise site.error(
-            f"{site.quantized} scales must be finite, got {_show_all(read)} (corrupt: {corrupt})"
+            f"{site.quantized} scales must be finite, got {_show_all(read)} (corrupt: {corrupt})",
+            name="scale-not-finite",
         )
     in_part = {name: values for name, values in read.items() if values and max(values) > 0}
     divided = _sides(in_part, lambda x: x <= 0)
     if divided:
-        raise site.error(f"{_positive(read, site)} (corrupt: {divided})")
+        raise site.error(
+            f"{site.quantized} scales must be positive, got {_show_all(read)} (corrupt: {divided})",
+            name="scale-not-positive",
+        )
     return read
 
 
@@ -289,26 +316,31 @@ def _check_shapes(scales: Mapping[str, torch.Tensor | float | None], site: Scale
     shapes = " ".join(f"{name} shape={_shape(scale)}" for name, scale in scales.items())
     if site.granularity == "tensor":
         raise site.error(
-            f"Only support per-tensor scaling factor for {site.quantized}, got {shapes}"
+            f"Only support per-tensor scaling factor for {site.quantized}, got {shapes}",
+            name="scale-wrong-shape",
         )
     heads = site.num_kv_heads
     raise site.error(
         f"Per-head scaling factors for {site.quantized} have shape ({heads},) or "
-        f"({heads}, 1, 1) for {heads} KV heads, got {shapes}"
+        f"({heads}, 1, 1) for {heads} KV heads, got {shapes}",
+        name="scale-wrong-shape",
     )
 
 
 def _check_range(scales: _Scales, site: ScaleSite) -> None:
     """Kernels read a scale as float32, and several of them multiply by its reciprocal."""
-    sentence = f"{site.quantized} scales must be finite and fit in torch.float32"
+    sentence = f"scales must be finite and fit in torch.float32, got {_show_all(scales)}"
     too_large = _sides(scales, lambda x: not -math.inf < x <= _FLOAT32_MAX)
     if too_large:
-        raise site.error(f"{sentence}, got {_show_all(scales)} (corrupt: {too_large})")
+        raise site.error(
+            f"{site.quantized} {sentence} (corrupt: {too_large})", name="scale-out-of-range"
+        )
     no_reciprocal = _sides(scales, lambda x: not _has_reciprocal(x))
     if no_reciprocal:
         raise site.error(
-            f"{sentence}, got {_show_all(scales)} (corrupt: {no_reciprocal}, whose reciprocal is "
-            "not finite in torch.float32)"
+            f"{site.quantized} {sentence} (corrupt: {no_reciprocal}, whose reciprocal is not "
+            "finite in torch.float32)",
+            name="scale-out-of-range",
         )
 
 
@@ -320,10 +352,6 @@ def _has_reciprocal(value: float) -> bool:
     # No quotient is between the largest float32 and what is rounded to it: float32 numbers that
     # are so small are too far apart.
     return rounded > 0 and 1.0 / rounded <= _FLOAT32_MAX
-
-
-def _positive(scales: _Scales, site: ScaleSite) -> str:
-    return f"{site.quantized} scales must be positive, got {_show_all(scales)}"
 
 
 def _choose_pair(scales: _Scales, site: ScaleSite) -> KVScales:
@@ -339,18 +367,21 @@ def _choose_pair(scales: _Scales, site: ScaleSite) -> KVScales:
         case "unset", "positive":
             site.warn(
                 f"only v_scale={_show(v)} is in the checkpoint, it is used for K too. A producer "
-                "that writes one scale for both writes it for K: check the export"
+                "that writes one scale for both writes it for K: check the export",
+                name="k-scale-missing",
             )
             return KVScales(_value(v, site), _value(v, site), "duplicated", "checkpoint")
         case ("positive", _) | (_, "positive") as states:
             corrupt = "v_scale" if states[0] == "positive" else "k_scale"
             raise site.error(
-                f"{_positive(scales, site)} (corrupt: {corrupt}); one corrupt side is never "
-                "replaced by the other"
+                f"{site.quantized} scales must be positive, got {_show_all(scales)} (corrupt: "
+                f"{corrupt}); one corrupt side is never replaced by the other",
+                name="scale-not-positive",
             )
     site.warn(
         f"K/V scales that are not positive count as absent, got {_show_all(scales)}; 1.0 is used. "
-        "Calibrate and export them again if the model needs scales"
+        "Calibrate and export them again if the model needs scales",
+        name="scale-counts-as-absent",
     )
     return _default(site)
 

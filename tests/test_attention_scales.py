@@ -104,7 +104,9 @@ def test_the_gate_lists_them_with_those_of_k_and_v() -> None:
     assert "model.layers.1.attn" in first
     assert "q_scale" not in first
     assert "model.layers.2.attn: fp8 attention scales must be finite, got q_scale=nan" in second
-    assert "k_scale=inf v_scale=0.06 (corrupt: k_scale); fp8 attention" in third
+    name = "[errors#scale-not-finite]"
+    assert f"k_scale=inf v_scale=0.06 (corrupt: k_scale) {name}; fp8 attention" in third
+    assert third.endswith(f"(corrupt: q_scale) {name}")
     assert "remove both scales of the layer" in refused.value.remedy
     assert "export q_scale and prob_scale again" in refused.value.remedy
 
