@@ -14,27 +14,20 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from kvcache_plugin.device import Device
 from kvcache_plugin.errors import KVScaleError
-from kvcache_plugin.hosts import fitting, seams
+from kvcache_plugin.hosts import fitting, seams, vllm_layer
 from kvcache_plugin.hosts.gate import LoadGate, start
 from kvcache_plugin.hosts.late import when_imported
 from kvcache_plugin.hosts.load import Load
-from kvcache_plugin.hosts.loaded import UNSET, LoadedScales, present, unless_marked
+from kvcache_plugin.hosts.loaded import LoadedScales
 from kvcache_plugin.hosts.vllm_writes import HookWrites
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from kvcache_plugin.hosts.seams import Seam
-    from kvcache_plugin.scales import KVScales
     from kvcache_plugin.settings import Settings
 
-_SIDES: Final = ("k", "v")
-#: Those that vLLM's compressed-tensors method has.
-_STARTING_FROM_ONE: Final = (*_SIDES, "q")
-#: Those of a query and of probabilities too.
-_BUFFERS: Final = (*_SIDES, "q", "prob")
 #: vLLM's names for the KV caches whose scales follow our rules. The others are left alone.
 _FORMATS: Final = {
     "fp8": "fp8_e4m3",
@@ -166,7 +159,7 @@ class _Adapter:
             original(method, layer, *args, **kwargs)
             # Only where we will see the layer again, and turn the marker into 1.0.
             if getattr(method.process_weights_after_loading, "is_ours", False):
-                self._log.guarded("marking K/V scales as not loaded", _mark, layer)
+                self._log.guarded("marking K/V scales as not loaded", vllm_layer.mark, layer)
 
         cls.create_weights = create_weights
 
@@ -287,10 +280,10 @@ class _Adapter:
                     if not self._gate.is_collecting:
                         raise
                     return self._keep(layer, run)
-            guarded("preparing the K/V scales of a layer", _prepare, layer, found, scales)
+            guarded("preparing the K/V scales of a layer", vllm_layer.prepare, layer, found, scales)
             result = run()
             if scales is not None:
-                guarded("writing the K/V scales of a layer", _write, layer, scales)
+                guarded("writing the K/V scales of a layer", vllm_layer.write, layer, scales)
             self._gate.mark_processed(layer)
             return result
         finally:
@@ -299,9 +292,9 @@ class _Adapter:
     def _keep(self, layer: Any, run: Callable[[], Any]) -> Any:
         """Let vLLM process a layer whose new scales are corrupt, and leave those that it served."""
         guarded = self._log.guarded
-        kept = guarded("keeping the K/V scales of a layer", _take_away, layer)
+        kept = guarded("keeping the K/V scales of a layer", vllm_layer.take_away, layer)
         result = run()
-        guarded("bringing the K/V scales of a layer back", _bring_back, layer, kept or {})
+        guarded("bringing the K/V scales of a layer back", vllm_layer.bring_back, layer, kept or {})
         return result
 
     def _find(self, method: Any, layer: Any, target_device: Any = None) -> LoadedScales | None:
@@ -315,15 +308,15 @@ class _Adapter:
         per_head = scheme.get("strategy") == "attn_head"
         return LoadedScales(
             layer=layer.layer_name,
-            k=_raw(layer, "k_scale"),
-            v=_raw(layer, "v_scale"),
+            k=vllm_layer.raw(layer, "k_scale"),
+            v=vllm_layer.raw(layer, "v_scale"),
             kv_cache_dtype=kv_format,
             device=target_device or layer.k_scale.device,
             granularity="head" if per_head else "tensor",
             num_kv_heads=layer.num_kv_heads if per_head else None,
             dtype=layer.k_scale.dtype,
-            q=_raw(layer, "q_scale"),
-            prob=_raw(layer, "prob_scale"),
+            q=vllm_layer.raw(layer, "q_scale"),
+            prob=vllm_layer.raw(layer, "prob_scale"),
         )
 
     def _is_random(self, layer: Any) -> bool:
@@ -336,86 +329,6 @@ class _Adapter:
         config = self._current_config()
         is_dummy = config is not None and config.load_config.load_format == "dummy"
         return is_dummy and self._gate.is_first_time(layer)
-
-
-def _prepare(layer: Any, found: LoadedScales | None, scales: KVScales | None) -> None:
-    """Leave raw scales on the layer that vLLM's own processing understands.
-
-    A marker of ours that no checkpoint has overwritten becomes vLLM's own default again.
-    """
-    if found is not None and scales is not None:
-        present(layer, found, scales)
-    if _starts_from_one(layer):
-        if found is not None and found.q is not None and scales is not None:
-            _present_query(layer.q_scale.data, found)
-        for parameter in _raw_parameters(layer, _STARTING_FROM_ONE):
-            parameter.data[parameter.data == UNSET] = 1.0
-
-
-def _present_query(q_scale: torch.Tensor, found: LoadedScales) -> None:
-    """Make of a query's raw scale what vLLM's other methods make of it, where it is served raw."""
-    if not (q_scale > 0).all():
-        q_scale.fill_(1.0)
-    elif Device.of(found.device).is_fnuz:
-        q_scale.mul_(2.0)
-
-
-def _raw(layer: Any, name: str) -> torch.Tensor | None:
-    """A raw scale, ``None`` where the layer has no place for it, or none was loaded."""
-    parameter = getattr(layer, name, None)
-    return None if parameter is None else unless_marked(parameter.detach())
-
-
-def _starts_from_one(layer: Any) -> bool:
-    """Whether vLLM's default for this layer's raw scales is 1.0 and not a marker."""
-    return hasattr(layer, "k_scale") and hasattr(layer, "k_zero_point")
-
-
-def _write(layer: Any, scales: KVScales) -> None:
-    """Every copy that vLLM keeps: the buffer, the host's float and the host's tensor."""
-    if scales.k_source == "default":
-        return  # vLLM has written 1.0 itself
-    for side in _SIDES:
-        # vLLM loads under a default device and dtype of its own: name both.
-        scale = torch.as_tensor(getattr(scales, side), dtype=torch.float64, device="cpu")
-        _write_side(layer, side, scale)
-
-
-def _write_side(layer: Any, side: str, scale: torch.Tensor) -> None:
-    # A buffer, or the parameter itself (vLLM 0.31), which tracks what is written to it.
-    getattr(layer, f"_{side}_scale").detach().copy_(scale)
-    # Of per-head scales vLLM keeps the largest on the host.
-    number = float(scale.max())
-    setattr(layer, f"_{side}_scale_float", number)
-    on_host = getattr(layer, f"_{side}_scale_cpu", None)
-    if on_host is not None:
-        on_host.fill_(number)
-
-
-def _mark(layer: Any) -> None:
-    for parameter in _raw_parameters(layer, _STARTING_FROM_ONE):
-        parameter.data.fill_(UNSET)
-
-
-def _take_away(layer: Any) -> dict[str, torch.Tensor]:
-    """The scales that a layer serves, by side; those that were loaded count as not loaded then."""
-    names = {side: f"_{side}_scale" for side in _BUFFERS if hasattr(layer, f"_{side}_scale")}
-    served = {side: getattr(layer, name).detach().clone() for side, name in names.items()}
-    for parameter in _raw_parameters(layer, _BUFFERS):
-        parameter.data.fill_(UNSET)
-    _prepare(layer, None, None)
-    return served
-
-
-def _bring_back(layer: Any, served: Mapping[str, torch.Tensor]) -> None:
-    for side, scale in served.items():
-        _write_side(layer, side, scale)
-
-
-def _raw_parameters(layer: Any, sides: tuple[str, ...]) -> list[torch.nn.Parameter]:
-    """The raw scales for which this release has a place on this layer."""
-    found = (getattr(layer, f"{side}_scale", None) for side in sides)
-    return [parameter for parameter in found if parameter is not None]
 
 
 def _replace_everywhere(original: Callable[..., Any], ours: Callable[..., Any]) -> None:

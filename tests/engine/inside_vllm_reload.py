@@ -31,7 +31,7 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.worker.gpu_worker import Worker
 
 from kvcache_plugin import Device, KVScaleError
-from kvcache_plugin.hosts import seams, vllm
+from kvcache_plugin.hosts import seams, vllm, vllm_layer
 
 if TYPE_CHECKING:
     import logging
@@ -232,7 +232,7 @@ def test_a_refused_reload_ends_also_where_a_layer_lacks_a_scale(
     method: type, monkeypatch: pytest.MonkeyPatch, records: list[logging.LogRecord]
 ) -> None:
     """As another release may have it; what is told is the corrupt scale alone."""
-    monkeypatch.setattr(vllm, "_BUFFERS", ("k", "v", "q", "prob", "of_another_release"))
+    monkeypatch.setattr(vllm_layer, "_BUFFERS", ("k", "v", "q", "prob", "of_another_release"))
     model = Model(method).load(FIRST)
     with pytest.raises(KVScaleError, match="in 1 of 2 layers"):
         model.reload(SECOND | {"0.k": NAN})
@@ -249,7 +249,7 @@ def test_a_failure_to_keep_scales_does_not_end_a_reload_half_way(
     for method in (BaseKVCacheMethod, CompressedTensorsKVCacheMethod):
         model = Model(method).load(FIRST)
         with monkeypatch.context() as patch:
-            patch.setattr(vllm, "_take_away", fail)
+            patch.setattr(vllm_layer, "take_away", fail)
             with pytest.raises(KVScaleError, match="in 1 of 2 layers"):
                 model.reload(SECOND | {"0.q": INF})
         model.reload(SECOND)
@@ -356,7 +356,7 @@ def test_a_failure_to_mark_scales_does_not_stop_a_model(
     def fail(*arguments: Any) -> None:
         raise RuntimeError("a fault of the plugin")
 
-    monkeypatch.setattr(vllm, "_mark", fail)
+    monkeypatch.setattr(vllm_layer, "mark", fail)
     model = Model(CompressedTensorsKVCacheMethod).load(FIRST)
     assert model.scales("k") == near(0.05, 0.04)
     (record,) = records  # of two layers
@@ -367,10 +367,10 @@ def test_a_place_that_a_release_does_not_have_is_not_marked() -> None:
     layer = SimpleNamespace(
         k_scale=torch.nn.Parameter(torch.ones(1)), v_scale=torch.nn.Parameter(torch.ones(1))
     )
-    vllm._mark(layer)
+    vllm_layer.mark(layer)
     assert layer.k_scale.item() == layer.v_scale.item() == -1.0
     layer.k_zero_point = layer.v_zero_point = torch.zeros(1)
-    vllm._prepare(layer, None, None)
+    vllm_layer.prepare(layer, None, None)
     assert layer.k_scale.item() == layer.v_scale.item() == 1.0
 
 
