@@ -102,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
         add(
             "bench",
             "Time every implementation that serves a device, beside a copy and plain torch.",
-            "It takes a minute at most, without what is compiled when it is first called. "
+            "It takes a minute at most, without --tokens and what is compiled at a first call. "
             "docs/performance.md says what the columns mean.",
         )
     )
