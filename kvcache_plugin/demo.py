@@ -21,6 +21,7 @@ from kvcache_plugin.api import (
 )
 from kvcache_plugin.device import Device
 from kvcache_plugin.errors import KVScaleError
+from kvcache_plugin.machine import find_device
 
 if TYPE_CHECKING:
     from kvcache_plugin.formats import KVFormat
@@ -59,6 +60,13 @@ class RoundTrip:
 
 @dataclass(frozen=True)
 class Demo:
+    """What a run gave.
+
+    :param device: where K was quantized, ``cpu`` or an architecture.
+    :param layers: of the checkpoint, one of them corrupt.
+    :param round_trips: one for each built-in format.
+    """
+
     device: str
     layers: tuple[LayerCheck, ...]
     round_trips: tuple[RoundTrip, ...]
@@ -71,7 +79,11 @@ class Demo:
 
 
 def run() -> Demo:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """On the GPU of this machine, else the CPU; nothing is left on the disk.
+
+    :raises KVCacheError: when nothing serves a format there.
+    """
+    device = find_device(None)
     with tempfile.TemporaryDirectory() as folder:
         _write_checkpoint(Path(folder))
         layers = _check(Path(folder), device)

@@ -62,6 +62,16 @@ class Machine:
     versions: Mapping[str, str]
     variables: Mapping[str, str]
 
+    @property
+    def lines(self) -> tuple[str, str]:
+        """What a report for people begins with: the hardware, and the versions."""
+        about = (self.arch, self.runtime, self.driver, self.system)
+        versions = {"python": self.python, **self.versions, **self.variables}
+        return (
+            f"{self.torch_device}: {self.name} ({', '.join(filter(None, about))})",
+            ", ".join(f"{name} {value}" for name, value in versions.items()),
+        )
+
 
 def find_device(name: str | None) -> torch.device:
     """A device of this machine that tensors can be put on; the GPU by default, else the CPU.

@@ -19,11 +19,7 @@ CONTESTANTS: Final = ("name", "from", "what is called")
 
 def head_lines(bench: Bench) -> Iterator[str]:
     """Where it ran, and what all tables have in common."""
-    machine = bench.machine
-    about = (machine.arch, machine.runtime, machine.driver, machine.system)
-    yield f"{machine.torch_device}: {machine.name} ({', '.join(filter(None, about))})"
-    versions = {"python": machine.python, **machine.versions, **machine.variables}
-    yield ", ".join(f"{name} {value}" for name, value in versions.items())
+    yield from bench.machine.lines
     yield (
         f"K or V of [tokens, {HEADS}, {HEAD_DIM}] in {str(DTYPE).removeprefix('torch.')}; "
         f"{bench.threads} threads on the CPU; the last cache has {bench.cache_bytes >> 20} MiB; "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvcache_plugin import selftest
 from kvcache_plugin.commands.common import FINE, MISUSED, WRONG, output_aside, print_json, say
@@ -15,7 +15,9 @@ from kvcache_plugin.terminal import print_table, progress_line
 if TYPE_CHECKING:
     import argparse
 
-    from kvcache_plugin.selftest import CaseReport, ImplementationReport, Selftest
+    from kvcache_plugin.selftest import CaseReport, ImplementationReport, Result, Selftest
+
+_OUTCOMES: Final[tuple[Result, ...]] = ("passed", "failed", "raised", "skipped")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,24 +47,18 @@ def _as_json(result: Selftest) -> object:
 
 
 def _print(result: Selftest) -> None:
-    machine = result.machine
-    about = (machine.arch, machine.runtime, machine.driver, machine.system)
-    print(f"{machine.torch_device}: {machine.name} ({', '.join(filter(None, about))})")
-    versions = {"python": machine.python, **machine.versions, **machine.variables}
-    print(f"{', '.join(f'{name} {value}' for name, value in versions.items())}\n")
+    print(*result.machine.lines, "", sep="\n")
     rows = [
         (
             each.name,
             name,
-            *(str(each.count(name, outcome)) for outcome in ("passed", "failed", "raised")),
-            str(each.count(name, "skipped")),
+            *(str(each.count(name, outcome)) for outcome in _OUTCOMES),
             described.how,
         )
         for each in result.implementations
         for name, described in each.descriptions
     ]
-    columns = ("implementation", "format", "passed", "failed", "raised", "skipped", "how")
-    print_table(columns, rows)
+    print_table(("implementation", "format", *_OUTCOMES, "how"), rows)
     for each in result.implementations:
         if each.not_run:
             print(f"\nnot run: {each.name} ({each.distribution}): {each.not_run}")
@@ -73,7 +69,7 @@ def _print(result: Selftest) -> None:
     print(
         f"\n{len(findings)} of {len(examined)} checks found something, in {result.seconds:.0f} s"
         if examined
-        else f"\nno implementation serves {machine.arch}"
+        else f"\nno implementation serves {result.machine.arch}"
     )
 
 
