@@ -14,10 +14,10 @@ from kvcache_plugin.check.rows import is_scale, rows_of
 from kvcache_plugin.errors import KVCacheError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvcache_plugin.check.rows import Row
-    from kvcache_plugin.checkpoint.report import CheckpointReport
+    from kvcache_plugin.checkpoint.report import CheckpointReport, Values
 
 #: matplotlib's objects, as it makes them.
 Axes: TypeAlias = Any
@@ -143,9 +143,9 @@ def _places(rows: Sequence[Row]) -> list[int]:
 
 def _draw_side(axes: Axes, rows: Sequence[Row], places: Sequence[int], side: str) -> None:
     colour, marker = _SIDES[side]
-    sound = [(place, row.values(side)) for place, row in zip(places, rows, strict=True)]
-    highs = [max(values) if _all_scales(values) else math.nan for _, values in sound]
-    lows = [min(values) if _all_scales(values) else math.nan for _, values in sound]
+    stored = [row.values(side) for row in rows]
+    highs = [_if_drawn(max, values) for values in stored]
+    lows = [_if_drawn(min, values) for values in stored]
     if all(map(math.isnan, highs)):
         return
     per_head = any(low < high for low, high in zip(lows, highs, strict=True))
@@ -166,8 +166,7 @@ def _draw_other(
     named = any(row.name in by_name for row in rows)
     for side, (colour, marker) in _SIDES.items():
         found = [by_name.get(row.name) if named else by_number.get(row.number) for row in rows]
-        values = [row.values(side) if row else () for row in found]
-        heights = [max(each) if _all_scales(each) else math.nan for each in values]
+        heights = [_if_drawn(max, row.values(side) if row else ()) for row in found]
         if not all(map(math.isnan, heights)):
             label = f"{side.upper()} scale of {name}"
             style = {"color": colour, "marker": marker, "markersize": 4, "linestyle": ":"}
@@ -285,5 +284,6 @@ def _has_place(value: float) -> bool:
     return is_scale(value) and 1 / _LARGEST <= value <= _LARGEST
 
 
-def _all_scales(values: Sequence[float]) -> bool:
-    return bool(values) and all(map(_has_place, values))
+def _if_drawn(choose: Callable[[Values], float], values: Values) -> float:
+    """The number that stands for a layer; NaN, which is not drawn, unless all have a place."""
+    return choose(values) if values and all(map(_has_place, values)) else math.nan

@@ -30,7 +30,7 @@ def not_found(evidence: Evidence) -> Iterator[Finding]:
     like where an engine only drops them.
     """
     used = {scale.name for scale in evidence.used}
-    unserved = {engine: not_served(engine, evidence.declaration) for engine in RELEASES}
+    unserved = _not_served(evidence)
     fates: dict[tuple[str, tuple[EngineVerdict, ...]], list[StoredScale]] = {}
     for scale in evidence.scales:
         lost = tuple(
@@ -132,7 +132,7 @@ def declarations_differ(evidence: Evidence) -> Iterator[Finding]:
 
 def unserved_scheme(evidence: Evidence) -> Iterator[Finding]:
     scheme = evidence.declaration.scheme
-    reasons = {engine: not_served(engine, evidence.declaration) for engine in RELEASES}
+    reasons = _not_served(evidence)
     refusing = [f"{_release(engine)}: {reason}" for engine, reason in reasons.items() if reason]
     if scheme is not None and refusing:
         yield Finding(
@@ -294,6 +294,11 @@ _VERBS: Final[Mapping[Outcome, tuple[str, str]]] = {
         "fail to load the checkpoint because of it",
     ),
 }
+
+
+def _not_served(evidence: Evidence) -> dict[str, str]:
+    """Why each engine does not serve the declared scheme, empty where it does."""
+    return {engine: not_served(engine, evidence.declaration) for engine in RELEASES}
 
 
 def _release(engine: str) -> str:
