@@ -29,7 +29,9 @@ _FLOAT32_UNDERFLOW: Final = 2.0**-150
 
 def check_is_tensor(tensor: object, side: str = "K or V") -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise KVQuantizeError(f"{side} must be a tensor, got {type(tensor).__name__}")
+        raise KVQuantizeError(
+            f"{side} must be a tensor, got {type(tensor).__name__}", name="kv-not-a-tensor"
+        )
 
 
 def check_pair(key: object, value: object) -> None:
@@ -40,18 +42,22 @@ def check_pair(key: object, value: object) -> None:
     elif key.device != value.device:
         raise KVQuantizeError(
             f"K and V must be on one device to be quantized together, K is on {key.device}, V is "
-            f"on {value.device}; call quantize_kv for each"
+            f"on {value.device}; call quantize_kv for each",
+            name="kv-on-two-devices",
         )
 
 
 def check_is_quantized(quantized: object) -> None:
     if not isinstance(quantized, QuantizedKV):
-        raise KVQuantizeError(f"expected a QuantizedKV, got {type(quantized).__name__}")
+        raise KVQuantizeError(
+            f"expected a QuantizedKV, got {type(quantized).__name__}", name="invalid-quantized-kv"
+        )
     for name, part in (("data", quantized.data), ("scale", quantized.scale)):
         if not isinstance(part, torch.Tensor):
             raise KVQuantizeError(
                 f"the {name} of quantized K or V must be a tensor, got {type(part).__name__}; take "
-                "it from quantize_kv"
+                "it from quantize_kv",
+                name="invalid-quantized-kv",
             )
 
 
@@ -82,22 +88,28 @@ def check_tensor(tensor: torch.Tensor, kv_format: KVFormat) -> None:
     if not is_plain(tensor):
         raise KVQuantizeError(
             f"K or V must be a plain tensor to be quantized to {kv_format.name}, got "
-            f"{describe(tensor)}; make it dense"
+            f"{describe(tensor)}; make it dense",
+            name="kv-not-a-tensor",
         )
     if tensor.dtype not in VALUE_DTYPES:
         raise KVQuantizeError(
             f"K or V must be {_VALUE_DTYPE_NAMES} to be quantized to {kv_format.name}, got "
             f"{tensor.dtype} of shape {tuple(tensor.shape)}; K and V that are quantized already "
-            "are not quantized again"
+            "are not quantized again",
+            name="kv-wrong-dtype",
         )
     shape = tensor.shape
     if not shape:
-        raise KVQuantizeError("K or V must have shape [..., head_dim], got a tensor of shape ()")
+        raise KVQuantizeError(
+            "K or V must have shape [..., head_dim], got a tensor of shape ()",
+            name="kv-wrong-shape",
+        )
     if shape[-1] % kv_format.head_dim_multiple:
         raise KVQuantizeError(
             f"{kv_format.name} needs a head_dim that is a multiple of "
             f"{kv_format.head_dim_multiple}, got head_dim={shape[-1]} in a tensor of shape "
-            f"{tuple(shape)}; pad it, or use an FP8 KV cache"
+            f"{tuple(shape)}; pad it, or use an FP8 KV cache",
+            name="kv-wrong-shape",
         )
 
 
@@ -119,12 +131,14 @@ def checked_number(scale: object) -> float:
     if value is None:
         raise KVQuantizeError(
             f"the scale must be a number or a floating-point tensor, got "
-            f"{type(scale).__name__} {scale!r}; take scales from validate_kv_scales"
+            f"{type(scale).__name__} {scale!r}; take scales from validate_kv_scales",
+            name="scale-unusable",
         )
     if not _FLOAT32_UNDERFLOW < value <= _FLOAT32_MAX:
         raise KVQuantizeError(
             f"the scale must be finite and > 0 in torch.float32, got {scale!r}; take scales from "
-            "validate_kv_scales, which refuses corrupt ones"
+            "validate_kv_scales, which refuses corrupt ones",
+            name="scale-unusable",
         )
     return value
 
@@ -135,12 +149,14 @@ def _checked_scale_tensor(
     if scale.device != tensor.device:
         raise KVQuantizeError(
             f"{_scale_name(kv_format)} must already be on the KV tensor device. It is on "
-            f"{scale.device}, K or V is on {tensor.device}; move it once, when the model is loaded"
+            f"{scale.device}, K or V is on {tensor.device}; move it once, when the model is loaded",
+            name="scale-on-other-device",
         )
     if not holds_numbers(scale.dtype) or not is_plain(scale):
         raise KVQuantizeError(
             f"{_scale_name(kv_format)} must have a floating-point dtype and a plain layout, got "
-            f"{describe(scale)}; take scales from validate_kv_scales"
+            f"{describe(scale)}; take scales from validate_kv_scales",
+            name="scale-unusable",
         )
     if scale.numel() != 1:
         _check_heads(scale, tensor, kv_format)
@@ -155,14 +171,16 @@ def _checked_scale_tensor(
 def _check_heads(scale: torch.Tensor, tensor: torch.Tensor, kv_format: KVFormat) -> None:
     if not kv_format.per_head:
         raise KVQuantizeError(
-            f"{_scale_name(kv_format)} must have one element, got shape {tuple(scale.shape)}"
+            f"{_scale_name(kv_format)} must have one element, got shape {tuple(scale.shape)}",
+            name="scale-does-not-fit",
         )
     heads = tensor.shape[-2] if tensor.dim() > 1 else None
     if heads is None or scale.shape != (heads,):
         raise KVQuantizeError(
             f"{_scale_name(kv_format)} must have one element, or shape [H] for K or V of shape "
             f"[..., H, head_dim], got shape {tuple(scale.shape)} for K or V of shape "
-            f"{tuple(tensor.shape)}"
+            f"{tuple(tensor.shape)}",
+            name="scale-does-not-fit",
         )
 
 
@@ -185,7 +203,8 @@ def _check_is_writable(part: torch.Tensor, what: str) -> None:
     if any(step == 0 and length > 1 for length, step in zip(shape, strides, strict=True)):
         raise KVQuantizeError(
             f"{what} must have a place of its own for each element, got shape {shape} with strides "
-            f"{strides}; give a buffer that is not expanded"
+            f"{strides}; give a buffer that is not expanded",
+            name="buffer-does-not-fit",
         )
 
 
@@ -199,7 +218,8 @@ def buffers_of(out: object) -> OutBuffers:
         return OutBuffers(*out)
     raise KVQuantizeError(
         "out is a tensor for data, a tuple (data, block_scales) or a QuantizedKV, got "
-        f"{type(out).__name__}"
+        f"{type(out).__name__}",
+        name="out-unusable",
     )
 
 
@@ -212,14 +232,17 @@ def out_pair(out: object) -> tuple[Out | None, Out | None]:
         if isinstance(out, tuple):
             kind += f" of {', '.join(type(part).__name__ for part in out) or 'nothing'}"
         raise KVQuantizeError(
-            f"out is a pair of what quantize_kv takes, one for K and one for V, got {kind}"
+            f"out is a pair of what quantize_kv takes, one for K and one for V, got {kind}",
+            name="out-unusable",
         )
     return out
 
 
 def check_value_dtype(dtype: object) -> None:
     if dtype not in VALUE_DTYPES:
-        raise KVQuantizeError(f"values come as {_VALUE_DTYPE_NAMES}, got dtype={dtype}")
+        raise KVQuantizeError(
+            f"values come as {_VALUE_DTYPE_NAMES}, got dtype={dtype}", name="kv-wrong-dtype"
+        )
 
 
 def check_quantized(quantized: QuantizedKV, kv_format: KVFormat) -> tuple[int, ...]:
@@ -229,26 +252,32 @@ def check_quantized(quantized: QuantizedKV, kv_format: KVFormat) -> tuple[int, .
     """
     data, scale = quantized.data, quantized.scale
     if data.dim() == 0:
-        raise KVQuantizeError("quantized K or V has shape [..., head_dim], got data of shape ()")
+        raise KVQuantizeError(
+            "quantized K or V has shape [..., head_dim], got data of shape ()",
+            name="invalid-quantized-kv",
+        )
     *lead, width = data.shape
     shape = (*lead, width * kv_format.values_per_element)
     if shape[-1] % kv_format.head_dim_multiple:
         raise KVQuantizeError(
             f"{kv_format.name} has a head_dim that is a multiple of {kv_format.head_dim_multiple}, "
-            f"got data of shape {tuple(data.shape)}, which is head_dim={shape[-1]}"
+            f"got data of shape {tuple(data.shape)}, which is head_dim={shape[-1]}",
+            name="invalid-quantized-kv",
         )
     device = data.device
     _check_layout(data, quantized.block_scales, shape, device, kv_format, "quantized K or V")
     if scale.device != device or scale.dtype is not torch.float32:
         raise KVQuantizeError(
             f"the scale of quantized K or V must be torch.float32 on {device}, got "
-            f"{scale.dtype} on {scale.device}"
+            f"{scale.dtype} on {scale.device}",
+            name="invalid-quantized-kv",
         )
     heads = lead[-1] if kv_format.per_head and lead else 1
     if scale.shape != (1,) and scale.shape != (heads,):
         raise KVQuantizeError(
             f"the scale of quantized K or V has shape (1,) or one for each head, got "
-            f"{tuple(scale.shape)} for data of shape {tuple(data.shape)}"
+            f"{tuple(scale.shape)} for data of shape {tuple(data.shape)}",
+            name="invalid-quantized-kv",
         )
     return shape
 
@@ -277,7 +306,7 @@ def wrong_result(
         try:
             _check_layout(data, block_scales, tensor.shape, tensor.device, kv_format, "QuantizedKV")
         except KVQuantizeError as error:
-            return f"a result that does not fit: {error}"
+            return f"a result that does not fit: {error.problem}"
     if result.scale is not scale and not _is_same_memory(result.scale, scale):
         return "a scale of its own instead of the one that it was given"
     return ""
@@ -314,7 +343,10 @@ def _check_layout(
     if scales_shape is not None and scales_dtype is not None:
         _check_buffer(block_scales, scales_shape, scales_dtype, device, f"{what}: block_scales")
     elif block_scales is not None:
-        raise KVQuantizeError(f"{what}: {kv_format.name} has no block_scales, leave them out")
+        raise KVQuantizeError(
+            f"{what}: {kv_format.name} has no block_scales, leave them out",
+            name="buffer-does-not-fit",
+        )
 
 
 def _has_layout(
@@ -352,11 +384,17 @@ def _check_buffer(
 ) -> None:
     expected = f"{dtype} with shape {tuple(shape)}"
     if not isinstance(buffer, torch.Tensor):
-        raise KVQuantizeError(f"{what} must be a tensor of {expected}, got {type(buffer).__name__}")
+        raise KVQuantizeError(
+            f"{what} must be a tensor of {expected}, got {type(buffer).__name__}",
+            name="buffer-does-not-fit",
+        )
     if not is_plain(buffer):
-        raise KVQuantizeError(f"{what} must be a plain tensor, got {describe(buffer)}")
+        raise KVQuantizeError(
+            f"{what} must be a plain tensor, got {describe(buffer)}", name="buffer-does-not-fit"
+        )
     if (tuple(buffer.shape), buffer.dtype, buffer.device) != (shape, dtype, device):
         raise KVQuantizeError(
             f"{what} must be {expected} on {device}, got {buffer.dtype} with shape "
-            f"{tuple(buffer.shape)} on {buffer.device}"
+            f"{tuple(buffer.shape)} on {buffer.device}",
+            name="buffer-does-not-fit",
         )

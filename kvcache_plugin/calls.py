@@ -70,7 +70,9 @@ def convert_scales(
     except KVScaleError as error:
         if layer and not error.layer:  # an implementation that left it to us
             problem = error.problem or str(error)
-            raise KVScaleError(problem, layer=layer, remedy=error.remedy) from error
+            raise KVScaleError(
+                problem, layer=layer, remedy=error.remedy, name=error.name
+            ) from error
         raise
     if not isinstance(converted, KVScales) or _head_shape(converted) != _head_shape(scales):
         problem = f"{kind_of(converted)} instead of KVScales of the granularity that it was given"
@@ -157,12 +159,15 @@ def dequantize(
 
 
 def unknown_format(
-    manager: Manager, kv_cache_dtype: object, error: Callable[[str], KVCacheError]
+    manager: Manager, kv_cache_dtype: object, error: Callable[..., KVCacheError]
 ) -> KVCacheError:
     unquantized = " (a cache that is not quantized needs nothing from here)"
     hint = unquantized if kv_cache_dtype in _UNQUANTIZED else ""
     known = ", ".join(manager.format_names)
-    return error(f"unknown kv_cache_dtype {kv_cache_dtype!r}{hint}; known names are {known}")
+    return error(
+        f"unknown kv_cache_dtype {kv_cache_dtype!r}{hint}; known names are {known}",
+        name="format-unknown",
+    )
 
 
 def prepared(tensor: torch.Tensor, scale: Scale, kv_format: KVFormat, out: Out | None) -> Prepared:
@@ -192,7 +197,7 @@ def prepared_pair(
         side = "V"
         return k_prepared, prepared(value, v_scale, kv_format, v_out)
     except KVQuantizeError as error:
-        raise KVQuantizeError(f"{side}: {error}") from error
+        raise KVQuantizeError(f"{side}: {error.problem}", name=error.name) from error
 
 
 def _quantize_one(
@@ -220,7 +225,8 @@ def _no_answer(
         return manager.nobody(hook, serving)
     return KVCacheError(
         f"{hook} of {serving.kv_format.name} on {serving.device} answered with {problem}; mend "
-        f"implementation {manager.answering(hook, serving)}"
+        f"implementation {manager.answering(hook, serving)}",
+        name="wrong-answer",
     )
 
 

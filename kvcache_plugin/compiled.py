@@ -89,7 +89,7 @@ def _stored_name(kv_cache_dtype: str, device: torch.device | None) -> str:
     name: str
     name, problem = _named_or_not(kv_cache_dtype, device)
     if problem:
-        raise KVQuantizeError(problem)
+        raise KVQuantizeError(problem, name="format-unknown")
     return name
 
 
@@ -99,7 +99,7 @@ def _named_or_not(kv_cache_dtype: str, device: torch.device | None) -> tuple[str
     manager, hardware = get_manager(), None if device is None else Device.of(device)
     kv_format = manager.kv_format(kv_cache_dtype, hardware)
     if kv_format is None:
-        return "", str(calls.unknown_format(manager, kv_cache_dtype, KVQuantizeError))
+        return "", calls.unknown_format(manager, kv_cache_dtype, KVQuantizeError).problem
     return kv_format.name, ""
 
 
@@ -132,7 +132,9 @@ def _tensors_of(out: Out, what: str) -> tuple[torch.Tensor, torch.Tensor | None]
 
 def _check_tensor(part: object, what: str) -> None:
     if not isinstance(part, torch.Tensor):
-        raise KVQuantizeError(f"{what} must be a tensor, got {type(part).__name__}")
+        raise KVQuantizeError(
+            f"{what} must be a tensor, got {type(part).__name__}", name="buffer-does-not-fit"
+        )
 
 
 def _both(parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:

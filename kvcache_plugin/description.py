@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcache_plugin.errors import anchored
+
 
 @dataclass(frozen=True)
 class KVTolerance:
@@ -23,10 +25,18 @@ class KVTolerance:
             is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
             if not is_number or not 0 <= fraction <= 1:
                 raise ValueError(
-                    f"{name} of a KVTolerance is a fraction from 0 to 1, got {fraction!r}"
+                    anchored(
+                        f"{name} of a KVTolerance is a fraction from 0 to 1, got {fraction!r}",
+                        "invalid-description",
+                    )
                 )
         if not isinstance(self.nan, bool):
-            raise TypeError(f"nan of a KVTolerance is True or False, got {self.nan!r}")
+            raise TypeError(
+                anchored(
+                    f"nan of a KVTolerance is True or False, got {self.nan!r}",
+                    "invalid-description",
+                )
+            )
 
 
 @dataclass(frozen=True)
@@ -43,8 +53,16 @@ class KVDescription:
 
     def __post_init__(self) -> None:
         if not isinstance(self.how, str):
-            raise TypeError(f"how of a KVDescription is a sentence, got {self.how!r}")
+            raise TypeError(
+                anchored(
+                    f"how of a KVDescription is a sentence, got {self.how!r}",
+                    "invalid-description",
+                )
+            )
         if not isinstance(self.tolerance, KVTolerance):
             raise TypeError(
-                f"tolerance of a KVDescription is a KVTolerance, got {self.tolerance!r}"
+                anchored(
+                    f"tolerance of a KVDescription is a KVTolerance, got {self.tolerance!r}",
+                    "invalid-description",
+                )
             )

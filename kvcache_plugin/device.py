@@ -64,7 +64,8 @@ class Device:
         if not isinstance(device, torch.device):
             raise KVCacheError(
                 f"a device is a Device, a torch.device, a tensor or a name, got {x!r}; "
-                f"{_KNOWN_NAMES}"
+                f"{_KNOWN_NAMES}",
+                name="device-unknown",
             )
         if device.type == "cuda":
             return _of_gpu(device.index)
@@ -78,7 +79,9 @@ class Device:
         :raises KVCacheError: for a name that is unknown, or a GPU that this machine does not have.
         """
         if not isinstance(name, str):
-            raise KVCacheError(f"a device's name is a string, got {name!r}; {_KNOWN_NAMES}")
+            raise KVCacheError(
+                f"a device's name is a string, got {name!r}; {_KNOWN_NAMES}", name="device-unknown"
+            )
         text = name.strip().lower()
         if text == "cpu":
             return cls("cpu")
@@ -92,7 +95,9 @@ class Device:
         try:
             device = torch.device(text)
         except (RuntimeError, ValueError) as error:
-            raise KVCacheError(f"unknown device {name!r}; {_KNOWN_NAMES}") from error
+            raise KVCacheError(
+                f"unknown device {name!r}; {_KNOWN_NAMES}", name="device-unknown"
+            ) from error
         return cls.of(device)
 
 
@@ -115,13 +120,15 @@ def _of_gpu(index: int | None) -> Device:
     if not torch.cuda.is_available():
         raise KVCacheError(
             f"torch {torch.__version__} sees no GPU on this machine, so 'cuda' has no capability; "
-            "name the architecture instead, sm_90 or gfx942 for instance"
+            "name the architecture instead, sm_90 or gfx942 for instance",
+            name="gpu-not-there",
         )
     count = torch.cuda.device_count()
     if index is not None and index >= count:
         raise KVCacheError(
             f"there is no cuda:{index} on this machine, torch sees {count}: "
-            f"cuda:0 to cuda:{count - 1}"
+            f"cuda:0 to cuda:{count - 1}",
+            name="gpu-not-there",
         )
     return _of_card(torch.cuda.current_device() if index is None else index)
 

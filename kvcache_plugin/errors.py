@@ -8,14 +8,22 @@ place in the documentation that tells more: ``[errors#scale-not-finite]`` is the
 from __future__ import annotations
 
 import logging
+import re
 import sys
 
 logger = logging.getLogger(__name__)
+
+_PLACE = re.compile(r" \[errors#[a-z0-9-]+\]$")
 
 
 def anchored(message: str, name: str) -> str:
     """A message with its place in the documentation; as it is where it has no name there."""
     return f"{message} [errors#{name}]" if name else message
+
+
+def without_place(message: str) -> str:
+    """A message to be put into another one, which has a place of its own."""
+    return _PLACE.sub("", message)
 
 
 class KVCacheError(Exception):
@@ -31,7 +39,8 @@ class KVCacheError(Exception):
     name: str = ""
 
     def __init__(self, problem: str = "", *, name: str = "") -> None:
-        super().__init__(anchored(problem, name))
+        # Not by super().__init__, which torch.compile cannot look into: it would hide the message.
+        self.args = (anchored(problem, name),)
         self.problem = problem
         self.name = name
 

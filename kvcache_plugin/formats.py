@@ -11,6 +11,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from kvcache_plugin.errors import anchored
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import TypeAlias
@@ -54,10 +56,18 @@ class KVFormat:
 
     def __post_init__(self) -> None:
         if not self.name or self.name != self.name.strip().lower():
-            raise ValueError(f"a format's name is lower case and not empty, got {self.name!r}")
+            raise ValueError(
+                anchored(
+                    f"a format's name is lower case and not empty, got {self.name!r}",
+                    "invalid-kv-format",
+                )
+            )
         if not 0 < self.largest < float("inf"):
             raise ValueError(
-                f"{self.name}: largest must be positive and finite, got {self.largest!r}"
+                anchored(
+                    f"{self.name}: largest must be positive and finite, got {self.largest!r}",
+                    "invalid-kv-format",
+                )
             )
         for name, count in (
             ("values_per_element", self.values_per_element),
@@ -65,13 +75,19 @@ class KVFormat:
         ):
             if not isinstance(count, int) or count < 1 or count % self.values_per_element:
                 raise ValueError(
-                    f"{self.name}: {name} must be a positive multiple of values_per_element, "
-                    f"got {count!r}"
+                    anchored(
+                        f"{self.name}: {name} must be a positive multiple of values_per_element, "
+                        f"got {count!r}",
+                        "invalid-kv-format",
+                    )
                 )
         if (self.block_size is None) != (self.block_scale_dtype is None):
             raise ValueError(
-                f"{self.name}: block_size and block_scale_dtype go together, got "
-                f"{self.block_size!r} and {self.block_scale_dtype!r}"
+                anchored(
+                    f"{self.name}: block_size and block_scale_dtype go together, got "
+                    f"{self.block_size!r} and {self.block_scale_dtype!r}",
+                    "invalid-kv-format",
+                )
             )
 
     @cached_property
@@ -93,7 +109,9 @@ class KVFormat:
             try:
                 _torch_dtype(name)
             except AttributeError as error:
-                raise ValueError(f"{self.name}: torch has no dtype {name!r}") from error
+                raise ValueError(
+                    anchored(f"{self.name}: torch has no dtype {name!r}", "invalid-kv-format")
+                ) from error
 
     @cached_property
     def head_dim_multiple(self) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvcache_plugin import __version__, formats
 from kvcache_plugin.description import KVDescription
-from kvcache_plugin.errors import KVCacheError, NoImplementationError, add_note
+from kvcache_plugin.errors import KVCacheError, NoImplementationError, add_note, anchored
 from kvcache_plugin.plugins import (
     DESCRIBE,
     FORMATS,
@@ -146,9 +146,10 @@ class Manager:
         unknown = self._block - {found.name for found in self._found}
         if not unknown:
             return ""
-        return (
+        return anchored(
             f"{BLOCK.name} names no implementation: {', '.join(sorted(unknown))}. The "
-            f"implementations are {', '.join(found.name for found in self._found)}"
+            f"implementations are {', '.join(found.name for found in self._found)}",
+            "blocked-name-unknown",
         )
 
     def register(self, plugin: object, name: str | None = None) -> None:
@@ -161,7 +162,9 @@ class Manager:
             try:
                 self._admit(plugin, name, "registered at run time")
             except BrokenPluginError as broken:
-                raise KVCacheError(f"plugin {name!r} cannot be registered: {broken}") from broken
+                raise KVCacheError(
+                    f"plugin {name!r} cannot be registered: {broken}", name="plugin-left-out"
+                ) from broken
 
     def unregister(self, plugin: object) -> None:
         """Take an implementation out again.
@@ -173,7 +176,8 @@ class Manager:
             if name is None:
                 raise KVCacheError(
                     f"{plugin!r} is not registered; the implementations are "
-                    f"{', '.join(name for name, _ in self._plugins.list_name_plugin())}"
+                    f"{', '.join(name for name, _ in self._plugins.list_name_plugin())}",
+                    name="plugin-not-registered",
                 )
             self._found.remove(self._loaded(name))
             self._plugins.unregister(name=name)
@@ -211,7 +215,9 @@ class Manager:
             self._admit(plugin, name, distribution)
         except BrokenPluginError as broken:
             found = Implementation(name, distribution, left_out=str(broken))
-            logger.warning("implementation %s is left out: %s", found, broken)
+            logger.warning(
+                anchored("implementation %s is left out: %s", "plugin-left-out"), found, broken
+            )
             self._found.append(found)
 
     def _admit(self, plugin: object, name: str, distribution: str) -> None:
@@ -298,7 +304,8 @@ class Manager:
         )
         return NoImplementationError(
             f"{hook} of {kv_cache_dtype} on {device}: {what}. Install or unblock an implementation "
-            f"for it. What there is: {reasons or 'nothing'}"
+            f"for it. What there is: {reasons or 'nothing'}",
+            name="no-implementation",
         )
 
     def answering(self, hook: HookName, serving: Serving) -> str:
@@ -313,7 +320,9 @@ class Manager:
         """
         with self._lock:
             if kv_cache_dtype not in self._formats:
-                raise KVCacheError(f"no implementation brings {kv_cache_dtype!r} any more")
+                raise KVCacheError(
+                    f"no implementation brings {kv_cache_dtype!r} any more", name="format-unknown"
+                )
             serving = self._select((device, kv_cache_dtype))
         return self._explain(serving)
 
@@ -449,7 +458,7 @@ class Manager:
         except BaseException as error:
             problem = f"{self._whose(SUPPORTS, name, error)} raised {one_line(error)}"
             logger.warning(
-                "implementation %s is left out for %s on %s: %s",
+                anchored("implementation %s is left out for %s on %s: %s", "supports-kv-failed"),
                 self._loaded(name),
                 kv_cache_dtype,
                 device,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import pluggy
 
 from kvcache_plugin import hookspecs
+from kvcache_plugin.errors import anchored, without_place
 from kvcache_plugin.formats import KVFormat
 
 if TYPE_CHECKING:
@@ -133,7 +134,11 @@ def _entry_points_of(dist: Distribution) -> list[EntryPoint]:
     try:
         return [point for point in dist.entry_points if point.group == ENTRY_POINT_GROUP]
     except Exception as error:
-        logger.warning("the entry points of %s cannot be read: %s", dist, one_line(error))
+        logger.warning(
+            anchored("the entry points of %s cannot be read: %s", "metadata-unreadable"),
+            dist,
+            one_line(error),
+        )
         return []
 
 
@@ -180,7 +185,7 @@ def _formats_of(plugins: pluggy.PluginManager) -> tuple[KVFormat, ...]:
     found = tuple(kv_format for answer in plugins.hook.kv_formats() for kv_format in answer)
     for kv_format in found:
         if not isinstance(kv_format, KVFormat):
-            raise TypeError(f"kv_formats gives KVFormat objects, got {kv_format!r}")
+            raise BrokenPluginError(f"its kv_formats gave {kv_format!r} instead of a KVFormat")
         kv_format.check_dtypes()
     return found
 
@@ -204,5 +209,6 @@ def _summary_of(plugin: object) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    """An exception's kind and text, to be put into a message."""
+    text = without_place(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
+from kvcache_plugin.errors import anchored
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -93,8 +95,11 @@ class Settings:
 def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Read every switch; what is not understood is a problem in the result, never an exception."""
     problems = [
-        f"{name} is no switch of kvcache_plugin{_meant(name)}; the switches are "
-        f"{', '.join(switch.name for switch in SWITCHES)}"
+        anchored(
+            f"{name} is no switch of kvcache_plugin{_meant(name)}; the switches are "
+            f"{', '.join(switch.name for switch in SWITCHES)}",
+            "switch-unknown",
+        )
         for name in sorted(environ)
         if name.startswith(PREFIX) and name not in {switch.name for switch in SWITCHES}
     ]
@@ -114,8 +119,11 @@ def _one_of(switch: Switch, environ: Mapping[str, str], problems: list[str]) -> 
     if value in known:
         return value
     problems.append(
-        f"{switch.name}={environ[switch.name]!r} is not one of {', '.join(known)}; "
-        f"{switch.default} holds"
+        anchored(
+            f"{switch.name}={environ[switch.name]!r} is not one of {', '.join(known)}; "
+            f"{switch.default} holds",
+            "switch-value-unknown",
+        )
     )
     return switch.default
 

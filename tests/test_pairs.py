@@ -255,7 +255,8 @@ def test_a_wrong_result_names_the_implementation(
         _pair()
     message = str(caught.value)
     assert message.startswith(f"quantize_kv_pair of fp8_e4m3 on cpu answered with {problem}")
-    assert message.endswith("; mend implementation 'both' (registered at run time)")
+    mend = "; mend implementation 'both' (registered at run time)"
+    assert message.endswith(f"{mend} [errors#wrong-answer]")
 
 
 def test_buffers_of_its_own_are_refused(register: Register) -> None:
@@ -333,7 +334,9 @@ def test_nothing_is_written_when_v_is_refused() -> None:
     ids=["tensor", "list", "one", "none", "half", "buffers of one"],
 )
 def test_out_is_a_pair(out: Any, kind: str) -> None:
-    with pytest.raises(kv.KVQuantizeError, match=f"one for K and one for V, got {kind}$"):
+    with pytest.raises(
+        kv.KVQuantizeError, match=f"one for K and one for V, got {kind} \\[errors#out-unusable]$"
+    ):
         kv.quantize_kv_pair(KEY, VALUE, 1.0, 1.0, "fp8", out=out)
 
 

@@ -1042,3 +1042,29 @@ def test_a_hook_that_converts_in_place_changes_nothing_of_the_callers() -> None:
         assert raw.tolist() == [0.25, 0.5]
     finally:
         kv.unregister(plugin)
+
+
+@pytest.mark.parametrize(
+    ("name", "pair", "options"),
+    [
+        ("scale-not-finite", (0.05, NAN), {}),
+        ("scale-not-positive", (0.05, -0.06), {}),
+        ("scale-not-positive", (torch.tensor([0.05, 0.0]), None), {"num_kv_heads": 2}),
+        ("scale-out-of-range", (0.05, BEYOND_FLOAT32), {}),
+        ("scale-out-of-range", (NO_RECIPROCAL, 0.06), {}),
+        ("scale-not-a-number", ("0.05", 0.06), {}),
+        ("scale-not-a-number", (torch.tensor(3), 0.06), {}),
+        ("scale-not-loaded", (torch.tensor(0.05, device="meta"), 0.06), {}),
+        ("scale-wrong-shape", (torch.ones(8), torch.ones(8)), {}),
+        ("scale-wrong-shape", (torch.ones(4), torch.ones(8)), {"num_kv_heads": 8}),
+        ("invalid-granularity", (0.05, 0.06), {"num_kv_heads": 0}),
+        ("format-unknown", (0.05, 0.06), {"kv_cache_dtype": "fp9"}),
+    ],
+)
+def test_the_name_of_an_error(name: str, pair: tuple[Any, Any], options: dict[str, Any]) -> None:
+    granularity = "head" if "num_kv_heads" in options else "tensor"
+    with pytest.raises(kv.KVScaleError) as caught:
+        validate(*pair, granularity=granularity, **options)
+    assert caught.value.name == name
+    assert str(caught.value).endswith(f" [errors#{name}]")
+    assert str(caught.value).count("[errors#") == 1
