@@ -1,4 +1,4 @@
-"""The house stands as docs/how-it-works.md draws it: who imports whom, and what is public."""
+"""The house stands as docs/house.md draws it: who imports whom, and what is public."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def room_of(module: str) -> str:
 
 
 def drawn_rooms() -> list[str]:
-    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
     table = [line for line in page.splitlines() if re.match(r"\| `\w+[./]", line)]
     cells = [re.findall(r"`([\w/]+?)(?:\.py)?`", line.split("|")[1]) for line in table]
     return [room for cell in cells for room in cell]
@@ -52,7 +52,7 @@ def test_every_module_is_drawn_once() -> None:
 
 
 def test_every_module_of_an_adapter_is_named() -> None:
-    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
     (row,) = [line for line in page.splitlines() if line.startswith("| `hosts/` |")]
     named = set(re.findall(r"`(\w+\.py)`", row))
     assert named == {path.name for path in MODULES if path.parent.name == "hosts"}

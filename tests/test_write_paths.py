@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvcache_plugin import cli, doctor, formats
+from kvcache_plugin.explaining import Explanation
 from kvcache_plugin.hosts.engines import ENGINES
 from kvcache_plugin.hosts.write_paths import WRITE_PATHS, summaries, write_paths
-from kvcache_plugin.manager import Explanation
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-it-works.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "writes.md"
 
 
 def test_the_page_has_the_table() -> None:
