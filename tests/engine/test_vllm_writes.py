@@ -113,7 +113,7 @@ def test_one_line_says_who_writes(by_hook: Written) -> None:
     assert "INFO" in writes
     assert re.search(
         r"kvcache_plugin \S+ writes the KV caches of 2 layers in vLLM by its hook "
-        r"\(fp8_e4m3 on cpu, cpu_fast\)$",
+        r"\(fp8_e4m3 on cpu, cpu_fast\) \[errors#hook-writes\]$",
         writes,
     )
 
