@@ -30,9 +30,9 @@ if TYPE_CHECKING:
         KVScaleError,
         NoImplementationError,
     )
+    from kvcache_plugin.explaining import Explanation
     from kvcache_plugin.formats import KVFormat
     from kvcache_plugin.hookspecs import hookimpl, hookspec
-    from kvcache_plugin.manager import Explanation
     from kvcache_plugin.quantized import OutBuffers, QuantizedKV
     from kvcache_plugin.scales import KVScales
 
@@ -44,7 +44,7 @@ _HOMES = {
     "CheckpointError": "errors",
     "CheckpointReport": "checkpoint.report",
     "Device": "device",
-    "Explanation": "manager",
+    "Explanation": "explaining",
     "KVCacheError": "errors",
     "KVDescription": "description",
     "KVFormat": "formats",

@@ -11,10 +11,11 @@ from kvcache_plugin import calls
 from kvcache_plugin.arguments import check_is_quantized, check_is_tensor
 from kvcache_plugin.device import Device, of_existing
 from kvcache_plugin.errors import KVCacheError
-from kvcache_plugin.manager import Explanation, get_manager
+from kvcache_plugin.manager import get_manager
 
 if TYPE_CHECKING:
     from kvcache_plugin.arguments import Out, OutPair, Scale
+    from kvcache_plugin.explaining import Explanation
     from kvcache_plugin.quantized import QuantizedKV
     from kvcache_plugin.scales import Granularity, KVScales
 

@@ -191,7 +191,7 @@ def _scale_name(kv_format: KVFormat) -> str:
 
 def out_buffers(out: object, tensor: torch.Tensor, kv_format: KVFormat) -> OutBuffers:
     buffers = buffers_of(out)
-    _check_layout(*buffers, tensor.shape, tensor.device, kv_format, "out")
+    check_layout(*buffers, tensor.shape, tensor.device, kv_format, "out")
     for name, part in zip(buffers._fields, buffers, strict=True):
         if part is not None and 0 in part.stride():
             _check_is_writable(part, f"out: {name}")
@@ -265,7 +265,7 @@ def check_quantized(quantized: QuantizedKV, kv_format: KVFormat) -> tuple[int, .
             name="invalid-quantized-kv",
         )
     device = data.device
-    _check_layout(data, quantized.block_scales, shape, device, kv_format, "quantized K or V")
+    check_layout(data, quantized.block_scales, shape, device, kv_format, "quantized K or V")
     if scale.device != device or scale.dtype is not torch.float32:
         raise KVQuantizeError(
             f"the scale of quantized K or V must be torch.float32 on {device}, got "
@@ -282,51 +282,7 @@ def check_quantized(quantized: QuantizedKV, kv_format: KVFormat) -> tuple[int, .
     return shape
 
 
-def wrong_result(
-    result: object,
-    tensor: torch.Tensor,
-    scale: torch.Tensor,
-    kv_format: KVFormat,
-    buffers: OutBuffers | None,
-) -> str:
-    """What is wrong with what an implementation made of K or V; empty when nothing is.
-
-    Only what costs no look at a value: a result that is not in the caller's buffers, or has another
-    layout, would be read as garbage later.
-    """
-    if not isinstance(result, QuantizedKV):
-        return f"{kind_of(result)} instead of QuantizedKV"
-    if result.kv_cache_dtype != kv_format.name:
-        return f"codes of {result.kv_cache_dtype!r}"
-    data, block_scales = result.data, result.block_scales
-    if buffers is not None:
-        if data is not buffers[0] or block_scales is not buffers[1]:
-            return "buffers of its own instead of those that it was given"
-    elif not _has_layout(data, block_scales, tensor.shape, tensor.device, kv_format):
-        try:
-            _check_layout(data, block_scales, tensor.shape, tensor.device, kv_format, "QuantizedKV")
-        except KVQuantizeError as error:
-            return f"a result that does not fit: {error.problem}"
-    if result.scale is not scale and not _is_same_memory(result.scale, scale):
-        return "a scale of its own instead of the one that it was given"
-    return ""
-
-
-def _is_same_memory(one: object, other: torch.Tensor) -> bool:
-    """Whether a tensor is a view of all of another, as what ``contiguous`` gives may be."""
-    return (
-        isinstance(one, torch.Tensor)
-        and (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-        and (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
-    )
-
-
-def kind_of(answer: object) -> str:
-    """What an implementation answered with, for a message."""
-    return describe(answer) if isinstance(answer, torch.Tensor) else type(answer).__name__
-
-
-def _check_layout(
+def check_layout(
     data: object,
     block_scales: object,
     shape: tuple[int, ...],
@@ -335,7 +291,7 @@ def _check_layout(
     what: str,
 ) -> None:
     """Compare data and block scales with what the format stores for K or V of this shape."""
-    if _has_layout(data, block_scales, shape, device, kv_format):
+    if has_layout(data, block_scales, shape, device, kv_format):
         return
     data_shape, scales_shape = kv_format.shapes(shape)
     _check_buffer(data, data_shape, kv_format.torch_dtype, device, f"{what}: data")
@@ -349,7 +305,7 @@ def _check_layout(
         )
 
 
-def _has_layout(
+def has_layout(
     data: object,
     block_scales: object,
     shape: tuple[int, ...],

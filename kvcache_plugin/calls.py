@@ -19,15 +19,14 @@ from kvcache_plugin.arguments import (
     check_tensor,
     check_value_dtype,
     is_usual,
-    kind_of,
     out_buffers,
     out_pair,
     scale_tensor,
-    wrong_result,
 )
 from kvcache_plugin.errors import KVCacheError, KVQuantizeError, KVScaleError
 from kvcache_plugin.plugins import PAIR
 from kvcache_plugin.quantized import OutBuffers, QuantizedKV
+from kvcache_plugin.results import kind_of, wrong_result
 from kvcache_plugin.scales import KVScales, ScaleSite, resolve_scales, serve_scales
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def convert_scales(
     num_kv_heads: int | None,
 ) -> KVScales:
     """What ``validate_kv_scales`` does."""
-    serving = manager.written(device, kv_cache_dtype)
+    serving = manager.for_quantizing(device, kv_cache_dtype)
     if serving is None:
         raise unknown_format(manager, kv_cache_dtype, partial(KVScaleError, layer=layer))
     site = ScaleSite(serving.kv_format, layer, granularity, num_kv_heads)
@@ -90,7 +89,7 @@ def quantize(
 ) -> QuantizedKV:
     """What ``quantize_kv`` does."""
     check_is_tensor(tensor)
-    serving = manager.written(device, kv_cache_dtype)
+    serving = manager.for_quantizing(device, kv_cache_dtype)
     if serving is None:
         raise unknown_format(manager, kv_cache_dtype, KVQuantizeError)
     multiplier, buffers = prepared(tensor, scale, serving.kv_format, out)
@@ -108,7 +107,7 @@ def quantize_pair(
     out: OutPair | None = None,
 ) -> tuple[QuantizedKV, QuantizedKV]:
     """What ``quantize_kv_pair`` does."""
-    serving = manager.written(device, kv_cache_dtype)
+    serving = manager.for_quantizing(device, kv_cache_dtype)
     if serving is None:
         raise unknown_format(manager, kv_cache_dtype, KVQuantizeError)
     kv_format = serving.kv_format
@@ -146,7 +145,7 @@ def dequantize(
     """What ``dequantize_kv`` does."""
     check_is_quantized(quantized)
     check_value_dtype(dtype)
-    serving = manager.read(device, quantized.kv_cache_dtype)
+    serving = manager.for_dequantizing(device, quantized.kv_cache_dtype)
     if serving is None:
         raise unknown_format(manager, quantized.kv_cache_dtype, KVQuantizeError)
     shape = check_quantized(quantized, serving.kv_format)
@@ -222,10 +221,10 @@ def _no_answer(
 ) -> KVCacheError:
     """The error for a result that is none, or is wrong."""
     if result is None:
-        return manager.nobody(hook, serving)
+        return manager.no_implementation(hook, serving)
     return KVCacheError(
         f"{hook} of {serving.kv_format.name} on {serving.device} answered with {problem}; mend "
-        f"implementation {manager.answering(hook, serving)}",
+        f"implementation {manager.who_answers(hook, serving)}",
         name="wrong-answer",
     )
 

@@ -20,7 +20,7 @@ from kvcache_plugin.hosts.releases import (
     verdict,
 )
 from kvcache_plugin.hosts.write_paths import WritePath, write_paths
-from kvcache_plugin.manager import Implementation, Manager
+from kvcache_plugin.manager import Manager
 from kvcache_plugin.settings import (
     BLOCK,
     COVERAGE,
@@ -34,6 +34,7 @@ from kvcache_plugin.settings import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvcache_plugin.explaining import Implementation
     from kvcache_plugin.hosts.seams import Seam
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvcache_plugin import __version__, formats
 from kvcache_plugin.description import KVDescription
 from kvcache_plugin.errors import KVCacheError, NoImplementationError, add_note, anchored
+from kvcache_plugin.explaining import BLOCKED, Implementation, explain
 from kvcache_plugin.plugins import (
     DESCRIBE,
     FORMATS,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     import pluggy
 
     from kvcache_plugin.device import Device
+    from kvcache_plugin.explaining import Explanation
     from kvcache_plugin.formats import KVFormat
     from kvcache_plugin.plugins import HookName
 
@@ -59,56 +61,6 @@ BUILT_IN: Final = (
     "cuda_sm90",
 )
 
-_BLOCKED: Final = f"blocked by {BLOCK.name}"
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """A plugin that was found, whether or not it takes part.
-
-    :param distribution: name and version of the package that brings it.
-    :param hooks: the hooks that it implements, empty when it was not loaded.
-    :param summary: the first line of its docstring.
-    :param left_out: why it takes no part, empty when it does.
-    """
-
-    name: str
-    distribution: str
-    hooks: tuple[str, ...] = ()
-    summary: str = ""
-    left_out: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name!r} ({self.distribution})"
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether it is left out because it does not work, and not because the user blocked it."""
-        return self.left_out not in ("", _BLOCKED)
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What one implementation does for a device and format.
-
-    :param name: the implementation's.
-    :param distribution: name and version of the package that brings it.
-    :param chosen_for: the hooks that it is called for first.
-    :param reason: why it is chosen, comes later, or does not take part.
-    :param is_broken: whether it takes no part because it, or its ``supports_kv``, does not work.
-    """
-
-    name: str
-    distribution: str
-    chosen_for: tuple[str, ...]
-    reason: str
-    is_broken: bool = False
-
-    @property
-    def chosen(self) -> bool:
-        """Whether this is the implementation that quantizes."""
-        return "quantize_kv" in self.chosen_for
-
 
 class Manager:
     """The implementations of one process.
@@ -125,7 +77,7 @@ class Manager:
         self._added_formats: dict[str, tuple[KVFormat, ...]] = {}
         self._selections: dict[tuple[Device, str], Serving] = {}
         #: The same ones by the names that they were asked for with.
-        self._written: dict[tuple[Device, object], Serving] = {}
+        self._for_quantizing: dict[tuple[Device, object], Serving] = {}
 
     # Finding
 
@@ -187,7 +139,7 @@ class Manager:
 
     def _forget(self) -> None:
         """What was selected is selected again when it is next asked for."""
-        self._written.clear()
+        self._for_quantizing.clear()
         self._selections.clear()
 
     @property
@@ -203,7 +155,7 @@ class Manager:
     def _try(self, name: str, distribution: str, load: Callable[[], object]) -> None:
         """Load and admit one plugin; whatever is wrong with it is logged once."""
         if name in self._block:
-            self._found.append(Implementation(name, distribution, left_out=_BLOCKED))
+            self._found.append(Implementation(name, distribution, left_out=BLOCKED))
             return
         try:
             try:
@@ -269,17 +221,17 @@ class Manager:
 
     # Selecting
 
-    def written(self, device: Device, kv_cache_dtype: object) -> Serving | None:
+    def for_quantizing(self, device: Device, kv_cache_dtype: object) -> Serving | None:
         """What quantizes to the format of this name, as the device stores it.
 
         ``None`` for a name that nobody has brought.
         """
         try:
-            return self._written[device, kv_cache_dtype]
+            return self._for_quantizing[device, kv_cache_dtype]
         except (KeyError, TypeError):  # asked for the first time, or no name
-            return self._first_written(device, kv_cache_dtype)
+            return self._new_for_quantizing(device, kv_cache_dtype)
 
-    def read(self, device: Device, kv_cache_dtype: object) -> Serving | None:
+    def for_dequantizing(self, device: Device, kv_cache_dtype: object) -> Serving | None:
         """What dequantizes codes of the format of this name, ``None`` for an unknown one.
 
         The codes say what they are: ``fp8_e4m3`` codes stay that, also on FNUZ hardware.
@@ -291,7 +243,7 @@ class Manager:
                 kv_format = self.kv_format(kv_cache_dtype)
                 return None if kv_format is None else self._select((device, kv_format.name))
 
-    def nobody(self, hook: HookName, serving: Serving) -> NoImplementationError:
+    def no_implementation(self, hook: HookName, serving: Serving) -> NoImplementationError:
         """The error for a hook that gave no result."""
         device, kv_cache_dtype = serving.device, serving.kv_format.name
         what = (
@@ -308,7 +260,7 @@ class Manager:
             name="no-implementation",
         )
 
-    def answering(self, hook: HookName, serving: Serving) -> str:
+    def who_answers(self, hook: HookName, serving: Serving) -> str:
         """The plugins that a result of the hook can come from, wrappers too, for a message."""
         names = [impl.plugin_name for impl in call_order(serving.plugins, hook)]
         return ", or if that passed ".join(str(self._loaded(name)) for name in names)
@@ -327,7 +279,10 @@ class Manager:
         return self._explain(serving)
 
     def _explain(self, serving: Serving) -> tuple[Explanation, ...]:
-        return tuple(self._explain_one(found, serving) for found in self.implementations)
+        def describe(name: str) -> str:
+            return self.describe(name, serving.device, serving.kv_format.name).how
+
+        return tuple(explain(found, serving, describe) for found in self.implementations)
 
     def describe(self, name: str, device: Device, kv_cache_dtype: str) -> KVDescription:
         """What an implementation says of itself; its docstring stands in for a broken answer."""
@@ -354,48 +309,13 @@ class Manager:
             return KVDescription(), f"{self._whose(DESCRIBE, name, error)} raised {one_line(error)}"
         return KVDescription(), "" if answer is None else problem
 
-    def _explain_one(self, found: Implementation, serving: Serving) -> Explanation:
-        if found.left_out:
-            refusal = Refusal(found.left_out, found.is_broken)
-            return Explanation(found.name, found.distribution, (), *refusal)
-        if found.name in serving.unsupported:
-            refusal = serving.unsupported[found.name]
-            return Explanation(found.name, found.distribution, (), *refusal)
-        chosen_for, reasons = [], []
-        before: dict[str, list[str]] = {}
-        for hook in SELECTED_HOOKS:
-            names = serving.callables(hook)
-            if found.name in names[:1]:
-                chosen_for.append(hook)
-            elif found.name in names:
-                before.setdefault(names[0], []).append(hook)
-            elif found.name in serving.wrappers(hook):
-                reasons.append(f"wraps {hook}")
-            elif hook in found.hooks:
-                reasons.append(serving.why_no_pairs(found.name))
-        for name, hooks in before.items():
-            everywhere = not chosen_for and len(before) == 1
-            reasons.append(
-                f"{name} comes before it" + ("" if everywhere else f" for {' and '.join(hooks)}")
-            )
-        if chosen_for:
-            how = self.describe(found.name, serving.device, serving.kv_format.name).how
-            reasons.insert(0, how or "says that it serves this")
-        reason = "; ".join(filter(None, reasons))
-        return Explanation(
-            found.name,
-            found.distribution,
-            tuple(chosen_for),
-            reason or "implements none of the hooks that are selected by device",
-        )
-
-    def _first_written(self, device: Device, kv_cache_dtype: object) -> Serving | None:
+    def _new_for_quantizing(self, device: Device, kv_cache_dtype: object) -> Serving | None:
         with self._lock:  # another thread may take the format out
             kv_format = self.kv_format(kv_cache_dtype, device)
             if kv_format is None:
                 return None
             serving = self._select((device, kv_format.name))
-            self._written[device, kv_cache_dtype] = serving
+            self._for_quantizing[device, kv_cache_dtype] = serving
             return serving
 
     def _select(self, key: tuple[Device, str]) -> Serving:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvcache_plugin.conformance.cases import Case
     from kvcache_plugin.conformance.comparing import Problem
     from kvcache_plugin.description import KVDescription
-    from kvcache_plugin.manager import Implementation
+    from kvcache_plugin.explaining import Implementation
 
 Result: TypeAlias = Literal["passed", "failed", "raised", "skipped"]
 Progress: TypeAlias = "Callable[[str], None]"

@@ -962,10 +962,10 @@ def test_a_format_that_goes_while_it_is_selected_is_served_or_unknown() -> None:
 def test_an_error_explains_a_format_that_is_gone() -> None:
     manager, plugin = Manager(), Int8()
     manager.register(plugin, "vendor")
-    serving = manager.read(CPU, "int8_test")
+    serving = manager.for_dequantizing(CPU, "int8_test")
     assert serving is not None
     manager.unregister(plugin)
-    error = manager.nobody("dequantize_kv", serving)
+    error = manager.no_implementation("dequantize_kv", serving)
     assert "dequantize_kv of int8_test on cpu" in str(error)
 
 

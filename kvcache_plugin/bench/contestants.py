@@ -20,9 +20,9 @@ from kvcache_plugin.settings import read_settings
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from kvcache_plugin.explaining import Implementation
     from kvcache_plugin.formats import KVFormat
     from kvcache_plugin.hosts.peers import Call, Peer
-    from kvcache_plugin.manager import Implementation
     from kvcache_plugin.quantized import QuantizedKV
 
 Direction: TypeAlias = Literal["quantize", "dequantize"]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from kvcache_plugin.manager import Explanation
+    from kvcache_plugin.explaining import Explanation
 
 
 def run(arguments: argparse.Namespace) -> int:

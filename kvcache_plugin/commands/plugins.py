@@ -12,7 +12,7 @@ from kvcache_plugin.terminal import print_table
 if TYPE_CHECKING:
     import argparse
 
-    from kvcache_plugin.manager import Implementation
+    from kvcache_plugin.explaining import Implementation
 
 
 def run(arguments: argparse.Namespace) -> int:

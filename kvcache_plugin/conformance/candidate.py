@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from kvcache_plugin.arguments import Out, OutPair, Scale
     from kvcache_plugin.description import KVDescription
+    from kvcache_plugin.explaining import Explanation
     from kvcache_plugin.formats import KVFormat
-    from kvcache_plugin.manager import Explanation
     from kvcache_plugin.quantized import QuantizedKV
     from kvcache_plugin.scales import KVScales
 

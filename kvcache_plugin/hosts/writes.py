@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvcache_plugin.api import DeviceLike
-    from kvcache_plugin.manager import Explanation
+    from kvcache_plugin.explaining import Explanation
 
 #: The FP8 formats by what their codes are stored in.
 FP8_BY_DTYPE: Final = {f.torch_dtype: f.name for f in formats.BUILT_IN if f.family == "fp8"}
