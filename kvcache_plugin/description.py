@@ -14,6 +14,8 @@ class KVTolerance:
     :param codes: fraction of the codes that may be one step off, from 0 to 1.
     :param block_scales: fraction of the NVFP4 block scales that may be one step off, from 0 to 1.
     :param nan: whether a NaN, and with NVFP4 the block that it is in, may become any code.
+    :raises ValueError: for a fraction that is none.
+    :raises TypeError: for a ``nan`` that is neither ``True`` nor ``False``.
     """
 
     codes: float = 0.0
@@ -46,6 +48,7 @@ class KVDescription:
     :param how: a sentence that ``explain`` shows where it is chosen; empty for the first line of
         its docstring.
     :param tolerance: how close it comes to the CPU reference.
+    :raises TypeError: for parameters of other types.
     """
 
     how: str = ""

@@ -21,6 +21,7 @@ BLOCKED: Final = f"blocked by {BLOCK.name}"
 class Implementation:
     """A plugin that was found, whether or not it takes part.
 
+    :param name: that of its entry point, or the one that it was registered with.
     :param distribution: name and version of the package that brings it.
     :param hooks: the hooks that it implements, empty when it was not loaded.
     :param summary: the first line of its docstring.
@@ -70,14 +71,13 @@ def explain(found: Implementation, serving: Serving, describe: Callable[[str], s
 
     :param describe: how the implementation of a name works, in its own words.
     """
-    if found.left_out:
+    refusal = serving.unsupported.get(found.name)
+    if found.left_out:  # its name may be that of one that takes part
         refusal = Refusal(found.left_out, found.is_broken)
-        return Explanation(found.name, found.distribution, (), *refusal)
-    if found.name in serving.unsupported:
-        refusal = serving.unsupported[found.name]
+    if refusal is not None:
         return Explanation(found.name, found.distribution, (), *refusal)
     chosen_for, reasons = [], []
-    before: dict[str, list[str]] = {}
+    before: dict[str, list[str]] = {}  # what comes before it, and for which hooks
     for hook in SELECTED_HOOKS:
         names = serving.callables(hook)
         if found.name in names[:1]:
@@ -94,12 +94,7 @@ def explain(found: Implementation, serving: Serving, describe: Callable[[str], s
             f"{name} comes before it" + ("" if everywhere else f" for {' and '.join(hooks)}")
         )
     if chosen_for:
-        how = describe(found.name)
-        reasons.insert(0, how or "says that it serves this")
+        reasons.insert(0, describe(found.name) or "says that it serves this")
     reason = "; ".join(filter(None, reasons))
-    return Explanation(
-        found.name,
-        found.distribution,
-        tuple(chosen_for),
-        reason or "implements none of the hooks that are selected by device",
-    )
+    reason = reason or "implements none of the hooks that are selected by device"
+    return Explanation(found.name, found.distribution, tuple(chosen_for), reason)

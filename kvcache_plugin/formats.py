@@ -43,6 +43,7 @@ class KVFormat:
     :param block_size: how many values along ``head_dim`` share a block scale; ``None`` for none.
     :param block_scale_dtype: the torch dtype of ``block_scales``, by name; ``None`` for none.
     :param per_head: whether the scale may also be one for each head, shape ``[H]``.
+    :raises ValueError: for parameters that do not go together.
     """
 
     name: str

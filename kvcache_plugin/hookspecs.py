@@ -31,6 +31,10 @@ def supports_kv(device: Device, kv_cache_dtype: str) -> bool | str:
     """Whether this implementation serves the format on the device: ``True``, or why not.
 
     A plugin without this hook takes part everywhere.
+
+    :param device: the hardware that K and V are on.
+    :param kv_cache_dtype: the format as it is stored: ``"fp8_e4m3fnuz"`` on FNUZ GPUs.
+    :returns: ``True``, or the reason why not, which ``explain`` shows.
     """
     raise NotImplementedError
 
@@ -43,6 +47,11 @@ def validate_kv_scales(
 
     They are finite and positive here. The result is checked again: finite, and within float32.
 
+    :param scales: floats, or CPU tensors of shape ``[H]``, float64.
+    :param kv_cache_dtype: the format as it is stored.
+    :param device: where the cache will be.
+    :param layer: the layer's name, empty when the caller gave none.
+    :returns: scales of the same granularity.
     :raises KVScaleError: refuses the layer.
     """
 
@@ -60,7 +69,10 @@ def quantize_kv(
     :param tensor: float32, bfloat16 or float16, ``[..., head_dim]``, any strides.
     :param scale: dequantization multiplier, float32 on the tensor's device, ``[1]`` or per head
         ``[H]`` for ``[..., H, head_dim]``. Its value may change under a CUDA graph: do not read it.
+    :param kv_cache_dtype: the format as it is stored.
+    :param device: what the tensor is on.
     :param out: buffers of the caller to fill instead of new ones, of the right shapes and dtypes.
+    :returns: the codes, in ``out`` where it is given, with the scale that was given.
     """
 
 
@@ -78,6 +90,8 @@ def quantize_kv_pair(
 
     Only that plugin is asked which is the first for ``quantize_kv``, and only while nobody wraps
     that hook. Each argument is as in ``quantize_kv``; the shapes of K and V may differ.
+
+    :returns: the quantized K and V.
     """
 
 
@@ -87,7 +101,10 @@ def dequantize_kv(
 ) -> torch.Tensor | None:
     """The values of the codes, ``[..., head_dim]``; ``None`` passes to the next plugin.
 
+    :param quantized: codes and scales that fit their format.
     :param dtype: float32, bfloat16 or float16.
+    :param device: what they are on.
+    :returns: a tensor of this dtype.
     """
 
 
@@ -96,11 +113,17 @@ def describe_kv(device: Device, kv_cache_dtype: str) -> KVDescription:
     """What this implementation says of itself for a device and format that it serves.
 
     ``explain`` and the conformance checks ask; a selection, and so a token, does not.
+
+    :param device: as in ``supports_kv``.
+    :param kv_cache_dtype: likewise.
     """
     raise NotImplementedError
 
 
 @hookspec
 def kv_formats() -> Sequence[KVFormat]:
-    """Storage formats that this plugin adds to the built-in ones."""
+    """Storage formats that this plugin adds to the built-in ones.
+
+    :returns: formats of names that nobody has yet.
+    """
     raise NotImplementedError

@@ -60,6 +60,8 @@ class KVScales:
     :param k_source: ``"checkpoint"``, ``"duplicated"`` (taken from the other side) or
         ``"default"`` (1.0, because the checkpoint has none).
     :param v_source: likewise.
+    :raises ValueError: for a source that is none of these.
+    :raises TypeError: for scales that are neither floats nor tensors, or one of each.
     """
 
     k: float | torch.Tensor
