@@ -69,7 +69,9 @@ def test_imports_go_up_the_page(path: Path) -> None:
 @pytest.mark.parametrize("path", HARDWARE, ids=name_of)
 def test_hardware_uses_public_names_alone(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        module = node.module or ""
         is_sibling = module.startswith(f"{PACKAGE.name}.hardware")
         if module.split(".")[0] == PACKAGE.name and not is_sibling:
             assert module == PACKAGE.name
