@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from kvcache_plugin.plugins import ENTRY_POINT_GROUP
 from kvcache_plugin.settings import SWITCHES
 from tests.example_checkpoints import write_examples
 from tests.messages import is_shown, messages
+from tests.pages.blocks import Block, blocks, prose, shell_commands
 from tests.pages.commands import commands
 from tests.pages.markdown import DOCS, ROOT, pages
 
@@ -40,53 +41,18 @@ HOOKS = {
     for name, function in vars(hookspecs).items()
     if hasattr(function, "kvcache_plugin_spec")
 }
-_FENCED = re.compile(
-    r"^(?P<indent> *)```(?P<language>\w*)(?P<title> title=\S+)?\n(?P<code>.*?)^(?P=indent)```$",
-    re.MULTILINE | re.DOTALL,
-)
 #: What stands in a page for what is left out of an output.
 _LEFT_OUT: Final = "…"
 
 
-class Block(NamedTuple):
-    """A fenced block.
-
-    :param title: the file that it is, where it is one.
-    """
-
-    page: str
-    line: int
-    language: str
-    title: str
-    code: str
-
-
-def blocks_of(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
-    found = list(_FENCED.finditer(text))
-    fences = re.findall(r"^ *```", text, re.MULTILINE)
-    assert len(fences) == 2 * len(found), f"{page.name} has a block that is not understood"
-    return [
-        Block(
-            page.name,
-            text.count("\n", 0, block.start()) + 2,
-            block["language"],
-            (block["title"] or "").removeprefix(" title=").strip('"'),
-            re.sub(f"^{block['indent']}", "", block["code"], flags=re.MULTILINE),
-        )
-        for block in found
-    ]
-
-
-BLOCKS = [block for page in pages() for block in blocks_of(page)]
-#: Of these the package is made that tests/test_tutorial.py installs.
+#: Of its blocks the package is made that tests/test_tutorial.py installs.
 TUTORIAL = "tutorial.md"
 
 
 def written_in(*languages: str, besides: str = "") -> list[Any]:
     return [
         pytest.param(block, id=f"{block.page}:{block.line}")
-        for block in BLOCKS
+        for block in blocks()
         if block.language in languages and block.page != besides
     ]
 
@@ -129,9 +95,9 @@ def test_no_switch_is_documented_that_does_not_exist() -> None:
 def test_every_block_is_in_a_language_that_is_tested() -> None:
     """``mermaid`` is in ``test_ways.py``; what is a file is in ``test_tutorial.py``."""
     tested = {"python", "pycon", "console", "bash", "toml", "text", "mermaid"}
-    assert {block.language for block in BLOCKS} == tested
-    assert {block.page for block in BLOCKS if block.title} <= {TUTORIAL}
-    assert {block.page for block in BLOCKS if block.language == "mermaid"} <= {"ways.md"}
+    assert {block.language for block in blocks()} == tested
+    assert {block.page for block in blocks() if block.title} <= {TUTORIAL}
+    assert {block.page for block in blocks() if block.language == "mermaid"} <= {"ways.md"}
 
 
 @pytest.mark.parametrize("block", written_in("python", besides=TUTORIAL))
@@ -142,7 +108,7 @@ def test_python_blocks_run(block: Block) -> None:
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 def test_sessions_print_what_the_page_shows(page: Path) -> None:
     """All ``>>>`` sessions of a page, in their order and in one namespace."""
-    sessions = [b.code for b in BLOCKS if b.page == page.name and b.language == "pycon"]
+    sessions = [b.code for b in blocks() if b.page == page.name and b.language == "pycon"]
     parsed = doctest.DocTestParser().get_doctest("\n".join(sessions), {}, page.name, None, 0)
     runner = doctest.DocTestRunner(verbose=False)
     said: list[str] = []
@@ -218,7 +184,7 @@ def test_the_refusal_of_a_first_page_is_a_real_one(page: str) -> None:
     with pytest.raises(KVScaleError) as refused, LoadGate("vLLM", "strict").model(modules):
         pytest.fail("a corrupt layer is served")
     said = f"kvcache_plugin.errors.KVScaleError: {refused.value}".split()
-    shown = [b.code.split() for b in BLOCKS if b.page == page and b.language == "text"]
+    shown = [b.code.split() for b in blocks() if b.page == page and b.language == "text"]
     assert said in shown, refused.value
 
 
@@ -226,10 +192,6 @@ def test_the_refusal_of_a_first_page_is_a_real_one(page: str) -> None:
 
 #: Programs of others, with which nothing of ours can be wrong.
 _OTHERS: Final = ("cd", "export", "source", "git", "curl")
-
-
-def lines_of(block: Block) -> list[str]:
-    return [line for line in block.code.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def check_make(arguments: list[str]) -> None:
@@ -271,12 +233,7 @@ def check_options(arguments: list[str]) -> None:
     assert options <= set(known[name]._option_string_actions), options
 
 
-def check_command(line: str) -> None:
-    words = shlex.split(line, comments=True)
-    while words and re.match(r"[A-Z_]+=", words[0]):
-        del words[0]
-    if not words:
-        return
+def check_command(words: list[str]) -> None:
     program, arguments = words[0].rpartition("/")[2], words[1:]
     if program == "make":
         check_make(arguments)
@@ -295,8 +252,8 @@ def check_command(line: str) -> None:
 @pytest.mark.parametrize("block", written_in("bash", besides=TUTORIAL))
 def test_what_a_shell_is_given_is_understood(block: Block) -> None:
     subprocess.run(["bash", "-n"], input=block.code, text=True, check=True)
-    for line in lines_of(block):
-        check_command(line)
+    for words in shell_commands(block.code):
+        check_command(words)
 
 
 @pytest.mark.parametrize(
@@ -311,15 +268,15 @@ def test_what_a_shell_is_given_is_understood(block: Block) -> None:
     ],
 )
 def test_a_command_that_does_not_exist_is_found(line: str) -> None:
+    (words,) = shell_commands(line)
     with pytest.raises((AssertionError, SystemExit)):
-        check_command(line)
+        check_command(words)
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 def test_commands_within_a_sentence_exist(page: Path) -> None:
     checks = {"kvcache-plugin": check_options, "make": check_make, "python": check_python}
-    prose = _FENCED.sub("", page.read_text(encoding="utf-8"))
-    for command in re.findall(r"`([^`]+)`", prose):
+    for command in re.findall(r"`([^`]+)`", prose(page)):
         program, *arguments = command.split()
         if program in checks and arguments:
             checks[program](arguments)

@@ -7,21 +7,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.pages.blocks import prose
 from tests.pages.markdown import DOCS, ROOT, pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_FENCE = re.compile(r"^([ ]*)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 #: What mkdocstrings puts there: on the site alone.
 _DOCUMENTED = re.compile(r"^::: (\S+)$", re.MULTILINE)
-
-
-def prose(page: Path) -> str:
-    return _FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
 def links() -> Iterator[tuple[Path, str]]:
