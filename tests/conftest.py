@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # Before anything imports Triton: its kernels run on the CPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+#: Packages, with tests of their own: ``test_tutorial.py`` runs those.
+collect_ignore = ["third_party"]
+
 Register: TypeAlias = Callable[..., Any]
 
 #: What ``install`` says brings an implementation.

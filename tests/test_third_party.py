@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 import textwrap
 from dataclasses import dataclass
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvcache_plugin.manager import BUILT_IN, OWN_DISTRIBUTION
 from kvcache_plugin.plugins import SELECTED_HOOKS
+from tests.fresh_venv import NOT_SOURCE, copy_of_project, environment, fresh_venv, pip_install
 
 pytestmark = pytest.mark.venv
 
-ROOT = Path(__file__).resolve().parents[1]
 PLUGINS = Path(__file__).parent / "third_party"
 EXAMPLE = "kvcache-plugin-example 1.0"
 #: Takes FP8 on the CPU over, which stays with the reference here.
@@ -110,7 +107,7 @@ class Venv:
         """Run a script, which calls ``show`` once."""
         done = subprocess.run(
             [self.python, "-c", _PRELUDE + textwrap.dedent(script)],
-            env=_environment() | switches,
+            env=environment() | switches,
             cwd=self.python.parent,
             capture_output=True,
             text=True,
@@ -124,28 +121,15 @@ class Venv:
 
 @pytest.fixture(scope="session")
 def venv(tmp_path_factory: pytest.TempPathFactory) -> Venv:
-    """A fresh venv.
-
-    Torch is large, so the venv borrows it, with what else is needed, from the interpreter that runs
-    the tests. It does not see the rest of that interpreter's packages: a plugin installed there
-    would take part here. The packages are built without isolation, with the borrowed setuptools,
-    so that nothing is downloaded; only where it is missing or old pip fetches it.
-    """
+    """A fresh venv with the project and the packages."""
     folder = tmp_path_factory.mktemp("third_party")
-    python = folder / "venv" / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, timeout=120)
-    borrowed = folder / "borrowed"
-    _borrow(borrowed, "torch", "pluggy", "safetensors", "setuptools")
-    # On PYTHONPATH the borrowed setuptools comes before the old one that a venv may bring.
-    _pip(python, borrowed, "setuptools>=77")
-    sources = [_copy_of_project(folder / "project")]
+    python = fresh_venv(folder)
+    sources = [copy_of_project(folder / "project")]
     for source in sorted(PLUGINS.iterdir()):
         if source.name == FOR_ENGINES:
             continue
-        sources.append(shutil.copytree(source, folder / source.name, ignore=_NOT_SOURCE))
-    _pip(python, borrowed, "--no-build-isolation", *map(str, sources))
-    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
-    (site / "borrowed.pth").write_text(f"{borrowed}\n")
+        sources.append(shutil.copytree(source, folder / source.name, ignore=NOT_SOURCE))
+    pip_install(python, *map(str, sources))
     return Venv(python)
 
 
@@ -267,7 +251,7 @@ def test_a_broken_package_is_left_out_with_one_warning(
     sentence = f"implementation {name!r} ({dist}) is left out: "
     assert warning.startswith(sentence + reason)
     row = _row(plain.shown["fp8"], name, dist)
-    assert row["reason"] == warning.removeprefix(sentence)
+    assert f"{row['reason']} [errors#plugin-left-out]" == warning.removeprefix(sentence)
 
 
 def test_the_sentence_about_an_argument_names_it(plain: Outcome) -> None:
@@ -292,7 +276,8 @@ def test_one_whose_supports_kv_raises_is_left_out_where_it_was_asked(plain: Outc
     (warning,) = (line for line in plain.warnings if "for fp8_e4m3 on cpu" in line)
     assert warning == (
         "implementation 'broken_answers' (kvcache-plugin-broken-answers 1.0) is left out for "
-        "fp8_e4m3 on cpu: its supports_kv raised OSError: the driver does not answer"
+        "fp8_e4m3 on cpu: its supports_kv raised OSError: the driver does not answer "
+        "[errors#supports-kv-failed]"
     )
 
 
@@ -336,7 +321,8 @@ def test_a_blocked_name_that_nobody_has_is_reported_with_the_known_ones(venv: Ve
     (warning,) = (line for line in outcome.warnings if "example_cpu_nvpf4" in line)
     head, known = warning.split(". The implementations are ")
     assert head == "KVCACHE_PLUGIN_BLOCK names no implementation: example_cpu_nvpf4"
-    assert set(known.split(", ")) == set(ALL_NAMES)
+    names = known.removesuffix(" [errors#blocked-name-unknown]").split(", ")
+    assert set(names) == set(ALL_NAMES)
 
 
 def test_with_everything_blocked_the_error_lists_each_with_its_reason(venv: Venv) -> None:
@@ -450,8 +436,6 @@ def test_the_example_refuses_scales_that_its_hardware_cannot_hold(plain: Outcome
 
 # Helpers
 
-_NOT_SOURCE = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
-
 
 def _row(rows: list[dict[str, Any]], name: str, dist: str = "") -> dict[str, Any]:
     """The one row of a name, of a distribution where two have that name; built-in by default."""
@@ -460,59 +444,3 @@ def _row(rows: list[dict[str, Any]], name: str, dist: str = "") -> dict[str, Any
         found = [row for row in found if row["distribution"] == (dist or OWN_DISTRIBUTION)]
     (row,) = found
     return row
-
-
-def _environment() -> dict[str, str]:
-    """The environment without what would reach into the venv from outside."""
-    foreign = ("KVCACHE_PLUGIN_", "PYTHON", "VIRTUAL_ENV")
-    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-
-
-def _pip(python: Path, borrowed: Path, *arguments: str) -> None:
-    done = subprocess.run(
-        [python, "-m", "pip", "install", "--no-deps", "--disable-pip-version-check", *arguments],
-        env=_environment() | {"PYTHONPATH": str(borrowed)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-
-
-def _copy_of_project(folder: Path) -> Path:
-    """A copy to build from: a build leaves its files beside the sources."""
-    folder.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "kvcache_plugin", folder / "kvcache_plugin", ignore=_NOT_SOURCE)
-    return folder
-
-
-def _borrow(folder: Path, *names: str) -> None:
-    """Link installed distributions, and those that they require, into a folder."""
-    folder.mkdir()
-    waiting, seen = list(names), set[str]()
-    while waiting:
-        name = waiting.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        try:
-            found = distribution(name)
-        except PackageNotFoundError:  # an optional requirement, or one of another platform
-            continue
-        _link(found, folder)
-        needed = (line for line in found.requires or () if "extra ==" not in line)
-        requirements = (re.match(r"[\w.-]+", line) for line in needed)
-        waiting.extend(match.group() for match in requirements if match)
-
-
-def _link(found: Distribution, folder: Path) -> None:
-    tops = {PurePosixPath(file).parts[0] for file in found.files or ()}
-    for top in tops - {"..", "__pycache__"}:
-        link = folder / top
-        if not link.exists():
-            link.symlink_to(Path(str(found.locate_file(top))))
