@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvcache_plugin import doctor, settings
+from kvcache_plugin import cli, doctor, settings
 from kvcache_plugin.hosts import releases
 from kvcache_plugin.hosts.engines import ENGINES, Engine
 from kvcache_plugin.hosts.seams import SEAMS
@@ -125,6 +125,19 @@ def test_notes_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(notes) == 4
     for line in notes:
         assert line_is_explained(line, "Notes"), line
+
+
+def test_the_lines_of_an_engine_are_those_of_the_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (DOCS / "doctor.md").read_text(encoding="utf-8")
+    shown = re.findall(r"`(vLLM 0\.32\.0.*?)…?`", page)
+    assert len(shown) == 2
+    monkeypatch.setattr(Engine, "version", "0.32.0")
+    monkeypatch.setattr(Engine, "why_not_loaded", lambda self: "")
+    cli.main(["doctor"])
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in shown)
 
 
 def test_a_line_that_is_not_on_the_page_is_found() -> None:
