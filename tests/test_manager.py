@@ -908,6 +908,20 @@ def test_an_added_format_checks_what_it_is_given(register: Register) -> None:
         kv.quantize_kv(torch.ones(1, 3), 0.5, "int8_test")
 
 
+def test_the_reason_of_a_plugin_does_not_bring_a_second_place(register: Register) -> None:
+    class Bad:
+        @kv.hookimpl
+        def kv_formats(self) -> list[kv.KVFormat]:
+            return [kv.KVFormat("bad", "int8", "int8", -1.0)]
+
+    with pytest.raises(kv.KVCacheError) as caught:
+        register(Bad(), "bad")
+    assert str(caught.value) == (
+        "plugin 'bad' cannot be registered: ValueError: bad: largest must be positive and finite, "
+        "got -1.0 [errors#plugin-left-out]"
+    )
+
+
 def test_an_added_format_goes_with_its_plugin(register: Register) -> None:
     plugin = register(Int8())
     kv.explain("cpu", "int8_test")
