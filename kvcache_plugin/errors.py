@@ -30,6 +30,7 @@ class KVCacheError(Exception):
     """Base of every error that this package raises on purpose.
 
     :param problem: what is wrong, where, with which value, and what to do.
+    :param details: further ``args``, as any exception takes them; none of ours has any.
     :param name: the name under which the documentation lists the error, at the message's end too;
         empty for the errors of other packages.
     """
@@ -38,9 +39,9 @@ class KVCacheError(Exception):
     problem: str = ""
     name: str = ""
 
-    def __init__(self, problem: str = "", *, name: str = "") -> None:
+    def __init__(self, problem: str = "", *details: object, name: str = "") -> None:
         # Not by super().__init__, which torch.compile cannot look into: it would hide the message.
-        self.args = (anchored(problem, name),)
+        self.args = (anchored(problem, name), *details)
         self.problem = problem
         self.name = name
 
@@ -61,7 +62,7 @@ class KVScaleError(KVCacheError, ValueError):
     remedy: str = ""
 
     def __init__(self, problem: str, *, layer: str = "", remedy: str = "", name: str = "") -> None:
-        super().__init__(_sentences(layer, problem, remedy), name=name)
+        super().__init__(_located(layer, sentences(problem, remedy)), name=name)
         self.problem = problem
         self.layer = layer
         self.remedy = remedy
@@ -89,13 +90,18 @@ class CheckpointError(KVCacheError, ValueError):
 
     def __init__(self, problem: str, *, file: str = "", remedy: str = "", name: str = "") -> None:
         self.file = shown(file, most=1000)
-        super().__init__(_sentences(self.file, problem, remedy), name=name)
+        super().__init__(_located(self.file, sentences(problem, remedy)), name=name)
         self.problem = problem
         self.remedy = remedy
 
 
-def _sentences(where: str, problem: str, remedy: str) -> str:
-    return f"{f'{where}: ' if where else ''}{problem}{f'. {remedy}' if remedy else ''}"
+def sentences(*parts: str) -> str:
+    """Those that say something, one after the other."""
+    return ". ".join(filter(None, parts))
+
+
+def _located(where: str, message: str) -> str:
+    return f"{where}: {message}" if where else message
 
 
 def shown(text: str, *, most: int = 200) -> str:
@@ -116,4 +122,4 @@ def add_note(error: BaseException, note: str) -> None:
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:
-        logger.error("%s: %s", type(error).__name__, note)
+        logger.error("%s", f"{type(error).__name__}: {note}")

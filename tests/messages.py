@@ -9,6 +9,7 @@ modules of ``hardware/`` use public names alone: what they log ends with ``[erro
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import sys
 from functools import cache
@@ -35,9 +36,22 @@ _REASONS = {
     "AbsentPeerError": "",
     "PassedError": "",
     "_HostError": "",
+    "_WrongJsonError": "json-invalid",
 }
 #: Python's own protocols: what asks for an attribute or for an abstract method catches these.
 _PROTOCOL = ("AttributeError", "NotImplementedError")
+#: Methods of ``hosts/engine_log.py``, which logs what it is given; a topic comes first.
+_TOPICAL = ("say_once", "warn_once")
+_LOGS_WHAT_IT_IS_GIVEN = "hosts/engine_log.py"
+#: They log texts that have got their name elsewhere.
+_HANDS_ON = (
+    "errors.py",
+    "manager.py",
+    "scales.py",
+    "settings.py",
+    "hosts/gate.py",
+    "hosts/sglang_updates.py",
+)
 _LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 _ENDING = re.compile(r" \[errors#([a-z0-9-]+)\]$")
 _PLACEHOLDER = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?[diouxXeEfFgGcrsa%]")
@@ -48,11 +62,13 @@ class Message(NamedTuple):
 
     :param name: its heading in the documentation; empty where it says what another message brings.
     :param pattern: a regular expression for the text, with ``.*`` for what is not known here.
+    :param is_logged: whether it goes into a log, and is not raised.
     """
 
     name: str
     pattern: str
     where: str
+    is_logged: bool = False
 
 
 class Unnamed(NamedTuple):
@@ -82,12 +98,7 @@ def _is_log(call: ast.Call) -> bool:
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     if isinstance(owner, ast.Name) and owner.id == "logger":
         return _called(call) in _LEVELS
-    return _called(call) in ("say", "say_once")
-
-
-def _hands_on(call: ast.Call) -> bool:
-    """Whether a function of ours logs what it was given, in ``hosts/engine_log.py``."""
-    return all(isinstance(arg, (ast.Name, ast.Starred)) for arg in call.args)
+    return isinstance(call.func, ast.Attribute) and _called(call) in ("say", *_TOPICAL)
 
 
 def _name_at_end(text: ast.expr) -> str:
@@ -98,40 +109,56 @@ def _name_at_end(text: ast.expr) -> str:
 
 
 def _is_anchored(text: ast.expr) -> bool:
-    if isinstance(text, ast.Constant):
-        return text.value in ("%s", "%s: %s")  # what it shows has a name of its own
     return isinstance(text, ast.Call) and _called(text) == "anchored"
+
+
+def _is_python_error(name: str) -> bool:
+    kind = getattr(builtins, name, None)
+    return isinstance(kind, type) and issubclass(kind, Exception) and name not in _PROTOCOL
+
+
+def _lacks_a_name(raised: ast.expr) -> bool:
+    """Whether it is an exception that ``raise`` makes of nothing that has a name."""
+    if isinstance(raised, ast.Call):
+        name = _called(raised)
+        is_ours = name in _NAMED or name in _REASONS or name in _PROTOCOL
+        is_error = name.endswith(("Error", "SkipTest"))
+        return is_error and not is_ours and not any(map(_is_anchored, raised.args))
+    return isinstance(raised, ast.Name) and _is_python_error(raised.id)
 
 
 def _look(path: Path) -> list[Message | Unnamed]:
     found: list[Message | Unnamed] = []
     tree = ast.parse(path.read_text(encoding="utf-8"))
+    module = str(path.relative_to(PACKAGE))
+    logged = set()
     for node in ast.walk(tree):
-        where = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
+        where = f"{module}:{getattr(node, 'lineno', 0)}"
 
         def unnamed(node: ast.AST = node, where: str = where) -> None:
             found.append(Unnamed(where, ast.unparse(node)[:90]))
 
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            name = _called(node.exc)
-            is_python = name.endswith(("Error", "SkipTest")) and name[0] != "_"
-            is_ours = name in _NAMED or name in _REASONS or name in _PROTOCOL
-            if is_python and not is_ours and not any(map(_is_anchored, node.exc.args)):
-                unnamed()
+        if isinstance(node, ast.Raise) and node.exc is not None and _lacks_a_name(node.exc):
+            unnamed()
         if not isinstance(node, ast.Call):
             continue
         name = _called(node)
-        if _is_log(node) and not _hands_on(node):
-            given = node.args[1:] if name == "say_once" else node.args  # but for a topic
-            texts = [a for a in given if not isinstance(a, ast.Attribute)]  # but for a level
-            if texts and (its_end := _name_at_end(texts[0])):
-                found.append(Message(its_end, _pattern(texts[0]), where))
-            elif not texts or not _is_anchored(texts[0]):
+        if _is_log(node) and module != _LOGS_WHAT_IT_IS_GIVEN:
+            given = node.args[1:] if name in _TOPICAL else node.args  # but for a topic
+            text = next(a for a in given if not isinstance(a, ast.Attribute))  # but for a level
+            if its_end := _name_at_end(text):
+                found.append(Message(its_end, _pattern(text), where, is_logged=True))
+            elif isinstance(text, ast.Constant) and text.value == "%s" and module in _HANDS_ON:
+                pass
+            elif _is_anchored(text):
+                logged.add(text)
+            else:
                 unnamed()
         elif name == "anchored":
             text, its_name = [*node.args, ast.Constant("")][:2]
             if isinstance(its_name, ast.Constant):
-                found.append(Message(str(its_name.value), _pattern(text), where))
+                is_logged = node in logged
+                found.append(Message(str(its_name.value), _pattern(text), where, is_logged))
         elif name in _REASONS:
             if _REASONS[name] and node.args:
                 found.append(Message(_REASONS[name], _pattern(node.args[0]), where))

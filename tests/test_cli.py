@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import pkgutil
@@ -19,6 +18,7 @@ import kvcache_plugin
 from kvcache_plugin import KVCacheError, cli, doctor, formats, manager
 from kvcache_plugin import commands as command_modules
 from kvcache_plugin.hosts import engines, fitting, seams
+from tests.pages.commands import commands
 
 
 @pytest.fixture(autouse=True)
@@ -98,13 +98,6 @@ def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
     done = in_a_process("-c", code, *arguments)
     assert done.returncode == 0, done.stderr
     assert "usage: kvcache-plugin" in done.stdout
-
-
-def commands() -> dict[str, argparse.ArgumentParser]:
-    (found,) = (
-        action for action in cli.parser()._actions if isinstance(action, argparse._SubParsersAction)
-    )
-    return dict(found.choices)
 
 
 def test_every_command_is_a_module_and_every_module_a_command() -> None:

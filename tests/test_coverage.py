@@ -411,6 +411,7 @@ class TestReport:
     ) -> None:
         write_checkpoint(tmp_path, {0: (0.05, 0.06)})
         gate = LoadGate(ENGINE, "strict", "warn", str(tmp_path / "nowhere" / "report.json"))
+        gate.log.speaks = lambda: False  # each process has a file of its own
         for _ in range(2):
             load_model(tmp_path, layer(0, 0.05, 0.06), gate=gate)
         (warning,) = messages(caplog, logging.WARNING)

@@ -49,6 +49,16 @@ def test_of_one_thing_the_first_message_is_said(
     assert [record.getMessage() for record in caplog.records] == ["first", "third"]
 
 
+def test_what_is_wrong_in_one_process_is_heard_of_each(
+    log: EngineLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.speaks = lambda: False
+    for _ in range(2):
+        log.warn_once("a", "no room on %s", "this disk")
+    assert [record.getMessage() for record in caplog.records] == ["no room on this disk"]
+    assert levels(caplog) == [logging.WARNING]
+
+
 def test_a_step_that_fails_is_told_once_and_stops_nothing(
     log: EngineLog, caplog: pytest.LogCaptureFixture
 ) -> None:

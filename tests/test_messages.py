@@ -61,6 +61,12 @@ def test_an_error_ends_with_its_name_also_in_another_process(error: KVCacheError
     assert (str(there), vars(there)) == (str(error), vars(error))
 
 
+def test_an_error_takes_further_arguments_as_any_exception_does() -> None:
+    error = KVQuantizeError("no kernel for it", 17)
+    assert error.args == ("no kernel for it", 17)
+    assert pickle.loads(pickle.dumps(error)).args == error.args
+
+
 def test_an_error_of_another_package_needs_no_name() -> None:
     assert str(KVScaleError("too small", layer="layers.3")) == "layers.3: too small"
     assert errors.anchored("too small", "") == "too small"

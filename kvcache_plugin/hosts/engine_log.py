@@ -46,6 +46,11 @@ class EngineLog:
         if self._is_new(topic):
             self.say(level, message, *arguments)
 
+    def warn_once(self, topic: str, message: str, *arguments: object) -> None:
+        """Warn once of what is wrong in this process alone, whether or not it speaks for others."""
+        if self._is_new(topic):
+            logger.warning(message, *arguments)
+
     def leave_out(self, seam: Seam, problem: str) -> None:
         """Warn that a seam is not used; those beside it stay."""
         logger.warning(

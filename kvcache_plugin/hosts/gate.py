@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
 from kvcache_plugin import __version__
-from kvcache_plugin.errors import CheckpointError, KVScaleError, add_note, anchored, counted
+from kvcache_plugin.errors import (
+    CheckpointError,
+    KVScaleError,
+    add_note,
+    anchored,
+    counted,
+    sentences,
+    without_place,
+)
 from kvcache_plugin.hosts import refusals
 from kvcache_plugin.hosts.coverage import StoredScales, as_loaded, assign, files_of, read_stored
 from kvcache_plugin.hosts.engine_log import EngineLog
@@ -231,7 +239,7 @@ class LoadGate:
                     "files-not-checked",
                 ),
                 self.log.engine,
-                error,
+                without_place(str(error)),
             )
             return None
 
@@ -255,7 +263,7 @@ class LoadGate:
         if load is None or not layers:
             return ()
         comparing = "comparing the K/V scales of the files with those of the layers"
-        return self.log.guarded(comparing, load.lost, layers, self.log.engine) or ()
+        return self.log.guarded(comparing, load.compare, layers, self.log.engine) or ()
 
     # Verdicts
 
@@ -277,7 +285,7 @@ class LoadGate:
         if lost is not None and self._coverage == "error":
             refusal = refusal or refusals.lost_refusal(lost)
         elif lost is not None:
-            self.log.say(logging.WARNING, "%s: %s", "kvcache_plugin", lost)
+            self.log.say(logging.WARNING, "%s", f"kvcache_plugin: {lost}")
         self._record(facts, errors, refusal)
         if refusal is not None:
             raise refusal
@@ -292,7 +300,7 @@ class LoadGate:
             MODE.name,
             self._mode,
             self.log.engine,
-            refusals.sentences(*refusals.corrupt(errors, of)),
+            sentences(*refusals.corrupt(errors, of)),
         )
 
     # What is said

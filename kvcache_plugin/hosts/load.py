@@ -32,8 +32,11 @@ class Load:
     not_checked: str = ""
     said: set[str] = field(default_factory=set)
 
-    def lost(self, layers: Sequence[LoadedScales], engine: str) -> tuple[LostScale, ...]:
-        """The scales in the files that did not arrive; notes where nothing could be compared."""
+    def compare(self, layers: Sequence[LoadedScales], engine: str) -> tuple[LostScale, ...]:
+        """Compare the files with the layers, and note where that cannot be done.
+
+        :returns: the scales in the files that did not arrive.
+        """
         found: list[LostScale] = []
         for stored in self.stored:
             assigned = assign(stored.layers, layers, is_draft=self.is_draft)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -147,9 +146,8 @@ class ReportFile:
         try:
             _replace(self.path, json.dumps(self._object(), indent=2, allow_nan=False) + "\n")
         except (OSError, ValueError) as error:
-            self.log.say_once(
+            self.log.warn_once(
                 REPORT.name,
-                logging.WARNING,
                 anchored("%s=%s cannot be written: %s", "report-not-written"),
                 REPORT.name,
                 self.file,

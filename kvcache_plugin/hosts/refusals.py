@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvcache_plugin.errors import KVScaleError, anchored, counted, shown
+from kvcache_plugin.errors import KVScaleError, anchored, counted, sentences, shown
 from kvcache_plugin.hosts.verdicts import with_notes
 from kvcache_plugin.settings import COVERAGE, MODE
 
@@ -72,11 +72,6 @@ def lost_refusal(error: KVScaleError) -> KVScaleError:
         remedy=sentences(error.remedy, way_around),
         name=error.name,
     )
-
-
-def sentences(*parts: str) -> str:
-    """Those that say something, one after the other."""
-    return ". ".join(filter(None, parts))
 
 
 def _listed(lines: Sequence[str]) -> str:

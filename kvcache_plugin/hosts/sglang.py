@@ -47,6 +47,8 @@ def _hook(gate: LoadGate, _: Settings) -> None:
             return f"another plugin's hooks on {seam.path} are in place"
         return _problem(seam)
 
+    if _fits(gate, seams.SGLANG_RANK):
+        gate.log.speaks = _is_first_rank
     adapter = _Adapter(gate)
     wrappers = (
         *adapter.wrappers(),
@@ -60,8 +62,6 @@ def _hook(gate: LoadGate, _: Settings) -> None:
             gate.log.leave_out(seam, problem)
         else:
             HookRegistry.register(seam.path, wrapper, HookType.AROUND)
-    if _fits(gate, seams.SGLANG_RANK):
-        gate.log.speaks = _is_first_rank
 
 
 def _fits(gate: LoadGate, seam: Seam) -> bool:

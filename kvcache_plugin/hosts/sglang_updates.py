@@ -8,11 +8,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from kvcache_plugin.errors import KVScaleError, anchored
+from kvcache_plugin.errors import KVScaleError, anchored, sentences
 from kvcache_plugin.hosts import seams
 from kvcache_plugin.hosts.load import Load
 from kvcache_plugin.hosts.processed import restore_ours
-from kvcache_plugin.hosts.refusals import sentences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -60,12 +59,13 @@ class _Updates:
         self._log = log
         self._checks = checks
         # Of the update that is going on: what was refused, and what a refusal undoes at once.
-        self._refusals: list[KVScaleError] = []
+        # In words: an error would keep what was on the stack when it was raised.
+        self._refusals: list[str] = []
         self._undo: Callable[[], None] = lambda: None
         checks.when_refused = self._note
 
     def _note(self, error: KVScaleError) -> None:
-        self._refusals.append(error)
+        self._refusals.append(sentences(error.problem, error.remedy))
         self._undo()
 
     def update_from_disk(
@@ -138,10 +138,8 @@ class _Updates:
         )
 
     def _say(self, what_now: str) -> str:
-        refusal = self._refusals[0]
         message = anchored(
-            f"{sentences(refusal.problem, refusal.remedy)}. The update is refused: {what_now}",
-            "update-refused",
+            f"{self._refusals[0]}. The update is refused: {what_now}", "update-refused"
         )
         self._log.say(logging.ERROR, "%s", message)
         return message

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kvcache_plugin.api import validate_kv_scales
 from kvcache_plugin.device import Device
-from kvcache_plugin.errors import KVScaleError, add_note, anchored
+from kvcache_plugin.errors import KVScaleError, add_note, anchored, sentences
 from kvcache_plugin.formats import FP8_E4M3, FP8_E4M3FNUZ
 from kvcache_plugin.scales import KVScales, ScaleSite, check_attention_scales
 
@@ -78,5 +78,5 @@ def _as_one(errors: Sequence[KVScaleError]) -> KVScaleError:
     problems = [*(anchored(with_notes(error), error.name) for error in others), with_notes(last)]
     remedies = dict.fromkeys(error.remedy for error in errors)
     return KVScaleError(
-        "; ".join(problems), layer=last.layer, remedy=". ".join(remedies), name=last.name
+        "; ".join(problems), layer=last.layer, remedy=sentences(*remedies), name=last.name
     )
