@@ -62,7 +62,11 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvcache-plugin",
         description="Checks and quantizes the KV caches of vLLM and SGLang.",
-        epilog="Exit status: 0 all is fine, 1 something is wrong, 2 used wrongly.",
+        epilog=(
+            "Begin with: kvcache-plugin doctor; kvcache-plugin check PATH. A message that ends "
+            "with [errors#NAME] is explained under NAME in docs/errors.md of the repository. Exit "
+            "status: 0 all is fine, 1 something is wrong, 2 used wrongly."
+        ),
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -70,7 +70,8 @@ VLLM_WRITES: Final = Switch(
     "KVCACHE_PLUGIN_VLLM_WRITES",
     "What writes an FP8 KV cache of vLLM. `auto`: vLLM's own kernel, unless an implementation that "
     "is not built in quantizes for the device and format. `hook`: K and V are rounded by "
-    "`quantize_kv` first, always.",
+    "`quantize_kv` first wherever the attention backend lets them be; where it does not, a warning "
+    "says so.",
     "auto",
     ("auto", "hook"),
 )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,8 +30,6 @@ from tests.checkpoints_on_disk import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.conftest import Register
 
 NAN, INF = float("nan"), float("inf")
@@ -461,6 +461,25 @@ def test_present_and_undeclared(tmp_path: Path) -> None:
     assert kinds(report) == [("problem", "not-found"), ("remark", "undeclared")]
     assert "vLLM 0.32.0 fails to load" in report.findings[0].message
     assert "SGLang 0.5.23 drops it" in report.findings[0].message
+
+
+def test_a_scheme_without_quant_method_is_told_what_it_lacks(tmp_path: Path) -> None:
+    """It is declared already, so that to declare it would be no remedy."""
+    scheme = {"num_bits": 8, "type": "float"}
+    declared = {"quantization_config": {"kv_cache_scheme": scheme}}
+    report = scan(tmp_path, SOUND, config(**declared))
+    assert kinds(report) == [("problem", "not-found")]
+    (finding,) = report.findings
+    assert "has no quant_method" in finding.message
+    assert "quant_method" in finding.remedy
+    assert "kv_cache_scheme" not in finding.remedy
+    # What the page gives to copy is found by both engines.
+    page = (Path(__file__).parents[1] / "docs" / "check.md").read_text(encoding="utf-8")
+    found: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0], found)
+    report = scan(tmp_path, SOUND, config(quantization_config=found["quantization_config"]))
+    assert report.findings == ()
+    assert all(verdict.finds for scale in report.scales for verdict in scale.engines)
 
 
 def test_declarations_that_differ(tmp_path: Path) -> None:

@@ -111,11 +111,11 @@ def undeclared(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "undeclared",
             "remark",
-            "no quantized KV cache is declared, so engines serve an unquantized one unless they "
-            "are told otherwise, and the scales do nothing",
+            "no quantized KV cache is declared, so engines that load it serve an unquantized one "
+            "unless they are told otherwise, and the scales do nothing",
             "Start the engine with --kv-cache-dtype fp8, or declare a kv_cache_scheme"
             if evidence.declaration.quant_method
-            else "Declare a kv_cache_scheme",
+            else "Declare a quantization_config with a quant_method and a kv_cache_scheme",
         )
 
 
@@ -315,8 +315,10 @@ def _remedy_of_scheme(serving: Sequence[str]) -> str:
 
 def _remedy_of_names(scale: StoredScale, evidence: Evidence) -> str:
     declaration, shape = evidence.declaration, evidence.shape
+    if not declaration.quant_method and declaration.scheme:
+        return "Name the producer in quantization_config: quant_method"
     if not declaration.quant_method:
-        return "Declare it: quantization_config with a kv_cache_scheme"
+        return "Declare it: quantization_config with a quant_method and a kv_cache_scheme"
     by_common = verdicts(_COMMON, declaration, shape)
     gains = any(
         now.finds and not before.finds for now, before in zip(by_common, scale.engines, strict=True)

@@ -157,6 +157,8 @@ def _sglang(convention: Convention, declaration: Declaration, shape: ModelShape)
 def _no_parameter(engine: str, declaration: Declaration) -> str:
     """Why an engine makes no parameter that a scale could be loaded into."""
     method, scheme = declaration.quant_method, declaration.scheme
+    if not method and scheme is not None:
+        return "the quantization_config has no quant_method, without which it has no place for it"
     if not method:
         return "without a quantization_config it has no place for it"
     if method.startswith("modelopt"):
