@@ -36,4 +36,6 @@ def write_examples(folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write the documentation's examples.")
     parser.add_argument("folder", metavar="FOLDER", type=Path)
-    write_examples(parser.parse_args().folder)
+    folder = parser.parse_args().folder
+    write_examples(folder)
+    print("written:", ", ".join(sorted(str(path) for path in folder.glob("Llama-FP8*"))))

@@ -203,7 +203,7 @@ def test_the_refusal_of_a_first_page_is_a_real_one(page: str) -> None:
 # What somebody types into a shell
 
 #: Programs of others, with which nothing of ours can be wrong.
-_OTHERS: Final = ("cd", "export", "source", "git", "curl")
+_OTHERS: Final = ("cd", "rm", "export", "source", "git", "curl")
 
 
 def check_make(arguments: list[str]) -> None:
@@ -223,6 +223,8 @@ def check_pip(arguments: list[str]) -> None:
         found = re.fullmatch(r"(\.|kvcache-plugin|kvcache_plugin)\[(.+)\]", argument)
         if found:
             assert set(found[2].split(",")) <= set(project["optional-dependencies"])
+        elif argument.startswith("kv"):
+            assert argument == project["name"]
 
 
 def check_python(arguments: list[str]) -> None:
@@ -232,6 +234,8 @@ def check_python(arguments: list[str]) -> None:
             assert len(arguments) > 2
         else:
             assert importlib.util.find_spec(arguments[1]), arguments[1]
+    elif arguments[0] != "-c":
+        assert (ROOT / arguments[0]).is_file(), arguments[0]
 
 
 ENGINES: Final = ("vllm", "sglang")
@@ -275,7 +279,9 @@ def test_what_a_shell_is_given_is_understood(block: Block) -> None:
         "kvcache-plugin chekc PATH",
         "kvcache-plugin check PATH --jsno",
         'pip install ".[clli]"',
+        "pip install kvcache-plugn",
         "python -m kvcache_plugin.nothing",
+        "python no_such_script.py",
         "kvcache_plugin doctor",
     ],
 )

@@ -47,6 +47,25 @@ def who() -> str:
     )
 
 
+def who_in_short() -> str:
+    """A line for the devices where the same implementations serve the same formats."""
+    devices_of: dict[tuple[tuple[str, str], ...], list[str]] = defaultdict(list)
+    for device in DEVICES:
+        formats_of: dict[str, list[str]] = defaultdict(list)
+        for name in FORMATS:
+            formats_of[_chosen(device, name).name].append(name)
+        served = tuple((chosen, ", ".join(names)) for chosen, names in formats_of.items())
+        devices_of[served].append(device)
+    return table(
+        ("device", "formats", "implementation"),
+        [
+            (codes(devices), names, code(chosen))
+            for served, devices in devices_of.items()
+            for chosen, names in served
+        ],
+    )
+
+
 def how() -> str:
     """A line for each answer, and formats with the same devices in one."""
     devices_of: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))

@@ -58,6 +58,7 @@ def parts() -> Mapping[str, Callable[[], str]]:
         "seams-peers": engines.peer_seams,
         "releases": lambda: releases.table(read_releases()),
         "hardware-who": hardware.who,
+        "hardware-who-in-short": hardware.who_in_short,
         "hardware-how": hardware.how,
         "hardware-why-not": hardware.why_not,
         "commands": commands.summaries,
