@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ from kvcache_plugin.hardware import cpu_reference, cuda_sm90, rocm_fnuz, triton_
 from kvcache_plugin.testing import Candidate, ConformanceSuite, cases
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "tests" / "third_party" / "example_npu"
@@ -423,6 +424,17 @@ class ReadsTheScale(Right):
         return super().codes(x, scale, name)
 
 
+class TakesTheScaleToTheHost(Right):
+    """By a way that does nothing to a tensor of the CPU."""
+
+    def __init__(self, way: Callable[[torch.Tensor], object]) -> None:
+        self._way = way
+
+    def codes(self, x: torch.Tensor, scale: torch.Tensor, name: str) -> kv.QuantizedKV:
+        self._way(scale)
+        return super().codes(x, scale, name)
+
+
 class ReadsWhetherThereIsNan(Right):
     def codes(self, x: torch.Tensor, scale: torch.Tensor, name: str) -> kv.QuantizedKV:
         if x.isnan().any():
@@ -735,11 +747,21 @@ WRONG: tuple[tuple[type[Right], str, str, str], ...] = (
     (WritesRowsAsIfPacked, E4M3, "out_buffers", r"into buffers: rows with gaps: codes: "),
     (OneWorkspace, E4M3, "new_results", r"an earlier result: it changes \d+ bytes of the data"),
     (AnotherScale, E4M3, "plain", r"scale"),
-    (ReadsTheScale, E4M3, "no_host_sync", r"reads a value .* \(aten::_local_scalar_dense\)"),
+    (
+        ReadsTheScale,
+        E4M3,
+        "no_host_sync",
+        r"reads a value .* \(\.item\(\), float\(\), or an if\), in test_conformance\.py:\d+",
+    ),
     (ReadsWhetherThereIsNan, E4M3, "no_host_sync pair_given_unchanged", r"reads a value"),
     (CopiesFromTheHost, E4M3, "no_host_sync", r"makes a tensor of numbers"),
     (DefaultDtype, E4M3, "any_default_dtype", r"torch\.bfloat16 by default: codes: "),
-    (AlwaysPasses, E4M3, "plain", r"it passes, and this is what every implementation must take"),
+    (
+        AlwaysPasses,
+        E4M3,
+        "plain",
+        r"None, which leaves .*, and this is what every implementation must take",
+    ),
     (PairAlwaysPasses, E4M3, "pair_plain", r"its quantize_kv_pair passes"),
     (SwapsThePair, E4M3, "pair_plain pair_alike pair_as_singles", r"K of K and V .* codes: "),
     (OneScaleForThePair, E4M3, "pair_plain pair_unlike pair_scale_per_head", r"V of |scale"),
@@ -776,7 +798,12 @@ WRONG: tuple[tuple[type[Right], str, str, str], ...] = (
         r"code 0x\w\w, scale 0\.1\d*: got ",
     ),
     (OtherOrderOfProducts, NVFP4, "dequantize_every_code", r"code 0x\w, block scale .*: got "),
-    (DequantizesNothing, E4M3, "dequantize_plain", r"passes, and this is what every"),
+    (
+        DequantizesNothing,
+        E4M3,
+        "dequantize_plain",
+        r"None, which leaves .*, and this is what every",
+    ),
     (
         DequantizesRowsOfAPowerOfTwo,
         NVFP4,
@@ -797,7 +824,7 @@ WRONG: tuple[tuple[type[Right], str, str, str], ...] = (
         ReadsTheScaleOfCodes,
         E4M3,
         "dequantize_no_host_sync",
-        r"codes: it reads a value .* \(aten::_local_scalar_dense\)",
+        r"codes: it reads a value .* \(\.item\(\), float\(\), or an if\)",
     ),
     (DequantizesInPlace, E4M3, "dequantize_given_unchanged", r"changes \d+ bytes of the data"),
     (NoNanCode, E4M3, "dequantize_known dequantize_every_code", r"got 480, expected nan"),
@@ -815,6 +842,30 @@ def test_a_wrong_implementation_is_caught(
     assert set(found) == set(checks.split())
     messages = [message for check in found.values() for message in check]
     assert any(re.search(said, message) for message in messages), "\n".join(messages)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda scale: scale.cpu(),
+        lambda scale: scale.to("cpu"),
+        lambda scale: scale.to(device=torch.device("cpu")),
+        lambda scale: scale.numpy(),
+        lambda scale: scale.tolist(),
+        lambda scale: numpy.asarray(scale),
+    ],
+    ids=["cpu", "to", "to_device", "numpy", "tolist", "asarray"],
+)
+def test_what_only_a_gpu_would_wait_for_is_caught_on_a_cpu(
+    way: Callable[[torch.Tensor], object],
+) -> None:
+    wrong = TakesTheScaleToTheHost(way)
+    found = findings(wrong, E4M3, device=SM_90, checks=["no_host_sync"])
+    (problem,) = {message.partition(": it ")[2] for message in found["no_host_sync"]}
+    assert problem.startswith("takes a tensor to the host (")
+    assert re.search(r", in test_conformance\.py:\d+$", problem)
+    # On the CPU that is where the tensor is.
+    assert not findings(wrong, E4M3, checks=["no_host_sync"])
 
 
 def test_every_check_catches_a_wrong_implementation() -> None:

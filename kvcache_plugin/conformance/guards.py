@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_plugin.plugins import one_line
@@ -22,6 +25,15 @@ _COPIES: Final = ("aten::copy_", "aten::_to_copy")
 _INDEX: Final = "aten::index"
 #: What torch says of an operation that waits, where it is told to refuse it.
 _SYNCHRONIZES: Final = "synchronizing"
+#: What torch calls the reading of one value, which nobody writes by that name.
+_READ_ONE: Final = "aten::_local_scalar_dense"
+#: They read on the host, and on the CPU, where the tests' tensors may be, do so unseen.
+_TO_HOST: Final = {
+    torch.Tensor.cpu: ".cpu()",
+    torch.Tensor.numpy: ".numpy()",
+    torch.Tensor.tolist: ".tolist()",
+    torch.Tensor.__array__: "numpy",
+}
 #: Makes a tensor of Python numbers.
 _LIFT: Final = "aten::lift_fresh"
 
@@ -34,15 +46,54 @@ class _HostError(Exception):
 def no_host_sync(trial: Trial, what: str) -> Iterator[None]:
     """See that nothing waits for a GPU, and all could be captured: of torch's own operations."""
     candidate = trial.candidate
+    is_elsewhere = candidate.device.kind != "cpu"
     try:
-        with _Refusing(candidate.device.kind != "cpu"), _no_synchronization(candidate.torch_device):
+        with (
+            _RefusingMoves() if is_elsewhere else nullcontext(),
+            _Refusing(is_elsewhere),
+            _no_synchronization(candidate.torch_device),
+        ):
             yield
     except _HostError as error:
-        trial.wrong(f"{what}: it {error}")
+        trial.wrong(f"{what}: it {error}{_place_of(error)}")
     except RuntimeError as error:
         if _SYNCHRONIZES not in str(error):
             raise
         trial.wrong(f"{what}: it waits for the GPU ({one_line(error)})")
+
+
+def _place_of(error: Exception) -> str:
+    """The line of the implementation that an error comes from, as far as it is Python."""
+    inside = (__file__, os.path.dirname(torch.__file__))
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(inside)]
+    return f", in {os.path.basename(theirs[-1].filename)}:{theirs[-1].lineno}" if theirs else ""
+
+
+class _RefusingMoves(TorchFunctionMode):
+    """Refuses what takes a tensor to the host, also where it lies there already."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        how = _TO_HOST.get(func, "")
+        if func is torch.Tensor.to and _names_the_cpu(*args[1:], *(kwargs or {}).values()):
+            how = ".to('cpu')"
+        if how:
+            raise _HostError(f"takes a tensor to the host ({how})")
+        return func(*args, **(kwargs or {}))
+
+
+def _names_the_cpu(*arguments: object) -> bool:
+    return any(
+        str(argument) == "cpu"
+        for argument in arguments
+        if isinstance(argument, (str, torch.device))
+    )
 
 
 class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -64,7 +115,8 @@ class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         name = func.name().split(".")[0]
         if self._is_read(func, name, args):
-            raise _HostError(f"reads a value of a tensor on the host ({name})")
+            how = ".item(), float(), or an if" if name == _READ_ONE else name
+            raise _HostError(f"reads a value of a tensor on the host ({how})")
         if name == _LIFT and self._numbers_come_from_host:
             raise _HostError(f"makes a tensor of numbers, which come from the host ({name})")
         result = func(*args, **(kwargs or {}))

@@ -260,7 +260,10 @@ class Trial:
             return True
         self.passed_by.append(what)
         if not may_pass:
-            self.wrong(f"{what}: it passes, and this is what every implementation must take")
+            self.wrong(
+                f"{what}: its answer is None, which leaves the call to the next implementation, "
+                "and this is what every implementation must take"
+            )
         return False
 
     @contextmanager
