@@ -103,7 +103,8 @@ class Device:
 
 _KNOWN_NAMES = (
     "known names are cpu, a CUDA architecture (sm_90), a ROCm architecture (gfx942) "
-    "and what torch.device takes (cuda:0). An H100 is sm_90, an MI300X gfx942"
+    "and what torch.device takes (cuda:0). An H100 is sm_90, an MI300X gfx942, and another "
+    "accelerator what its own package for torch calls it, or privateuseone without that"
 )
 
 
