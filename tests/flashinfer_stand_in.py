@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from kvcache_plugin.hardware import flashinfer_package
 from tests.oracles import BLOCK_SIZE, E2M1, E4M3, Array, decoded, nvfp4_values, packed, rounded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import pytest
 
@@ -52,7 +53,7 @@ class StandIn(types.ModuleType):
             global_scale: torch.Tensor,
         ) -> tuple[torch.Tensor, torch.Tensor]:
             self.calls.append(("nvfp4_kv_quantize", tuple(input.shape)))
-            with _disable_current_modes():  # what torch does here, a kernel does there
+            with _as_a_kernel():
                 return _quantize(input, global_scale)
 
         def nvfp4_kv_dequantize(
@@ -62,11 +63,18 @@ class StandIn(types.ModuleType):
             output_dtype: torch.dtype = torch.bfloat16,
         ) -> torch.Tensor:
             self.calls.append(("nvfp4_kv_dequantize", tuple(fp4_data.shape)))
-            with _disable_current_modes():
+            with _as_a_kernel():
                 return _dequantize(fp4_data, block_scales, global_scale, output_dtype)
 
         self.nvfp4_kv_quantize: Any = declaring(quantizes, nvfp4_kv_quantize)
         self.nvfp4_kv_dequantize: Any = declaring(dequantizes, nvfp4_kv_dequantize)
+
+
+@contextmanager
+def _as_a_kernel() -> Iterator[None]:
+    """What torch does inside, a kernel does there: no mode sees it."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def declaring(capabilities: Sequence[int], function: Callable[..., Any]) -> Any:
