@@ -17,7 +17,7 @@ from tests.test_docs import is_excerpt
 PACKAGE = Path(__file__).parent / "third_party" / "example_npu"
 BLOCKS = [block for block in blocks() if block.page == "tutorial.md"]
 #: What the fixture does in their place, with nothing to download.
-_MADE_BEFORE: Final = ("cd ", "python3 -m venv ", "source ", "pip install torch ")
+_MADE_BEFORE: Final = ("export ", "cd ", "python3 -m venv ", "source ", "pip install torch ")
 
 
 class Command(NamedTuple):

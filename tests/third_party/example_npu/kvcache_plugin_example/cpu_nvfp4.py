@@ -54,6 +54,7 @@ def quantize_kv(
 
 def _block_scales(largest: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """What brings the largest magnitude of each block to the largest code, as e4m3."""
+    # NVFP4 has one global scale, always of shape [1]: nothing is per head here.
     ideal = largest / (_LARGEST_CODE * scale)
     saturated = ideal.clamp(max=_LARGEST_BLOCK_SCALE)
     return saturated.masked_fill(largest.isinf(), _LARGEST_BLOCK_SCALE).to(torch.float8_e4m3fn)
