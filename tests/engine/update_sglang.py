@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from typing import Any
 
 LAYER = "model.layers.1.self_attn"
@@ -30,6 +31,7 @@ def main() -> int:
 
     def tell(step: str, answer: Any = None) -> None:
         tokens = serve.generate(engine)
+        wait_until_idle(engine)
         recorded = load_file(os.environ["RECORD_POOL"])
         scales = {layer: recorded[f"{layer}.scales"].tolist() for layer in (0, 1)}
         print("STEP", json.dumps([step, answer, tokens, scales]), flush=True)
@@ -48,6 +50,18 @@ def main() -> int:
     tell("sound tensors", update_by_tensors(SOUND))
     engine.shutdown()
     return 0
+
+
+def wait_until_idle(engine: Any) -> None:
+    """The tokens are here a little before the scheduler lets go of their request.
+
+    An update in between is taken, and answered with ``success=False``: no cache was flushed.
+    """
+    for _ in range(100):
+        if engine.flush_cache().success:
+            return
+        time.sleep(0.1)
+    raise TimeoutError("the scheduler is still busy after 10 s")
 
 
 if __name__ == "__main__":
