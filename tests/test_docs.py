@@ -17,9 +17,11 @@ import torch
 from kvcache_plugin import cli, hookspecs
 from kvcache_plugin.errors import KVScaleError
 from kvcache_plugin.hosts.gate import LoadGate
+from kvcache_plugin.hosts.load import Load
 from kvcache_plugin.hosts.loaded import LoadedScales
 from kvcache_plugin.plugins import ENTRY_POINT_GROUP
 from kvcache_plugin.settings import SWITCHES
+from tests.engine.checkpoints import write_checkpoint
 from tests.example_checkpoints import write_examples
 from tests.messages import Message, is_shown, messages
 from tests.pages.blocks import Block, blocks, prose, shell_commands
@@ -181,20 +183,18 @@ def is_in(text: str, message: Message) -> bool:
 
 
 @pytest.mark.parametrize("page", ["README.md", "index.md"])
-def test_the_refusal_of_a_first_page_is_a_real_one(page: str) -> None:
+def test_the_refusal_of_a_first_page_is_a_real_one(page: str, tmp_path: Path) -> None:
+    corrupt = {17: (float("inf"), 0.0625)}
+    write_checkpoint(
+        tmp_path, {i: corrupt.get(i, (0.05, 0.0625)) for i in range(32)}, num_hidden_layers=32
+    )
     layers = [
-        LoadedScales(
-            layer=f"model.layers.{i}.self_attn.attn",
-            k=float("inf") if i == 17 else 0.05,
-            v=0.06,
-            kv_cache_dtype="fp8",
-            device=torch.device("cpu"),
-        )
+        LoadedScales(f"model.layers.{i}.self_attn.attn", None, None, "fp8", torch.device("cpu"))
         for i in range(32)
     ]
-    modules = [(torch.nn.Module(), layer) for layer in layers]
-    with pytest.raises(KVScaleError) as refused, LoadGate("vLLM", "strict").model(modules):
-        pytest.fail("a corrupt layer is served")
+    prepared = (str(tmp_path), [str(tmp_path / "model.safetensors")], True)
+    with pytest.raises(KVScaleError) as refused:
+        LoadGate("vLLM", "strict").before_weights(Load(str(tmp_path)), layers, prepared)
     said = f"kvcache_plugin.errors.KVScaleError: {refused.value}".split()
     shown = [b.code.split() for b in blocks() if b.page == page and b.language == "text"]
     assert said in shown, refused.value
