@@ -132,10 +132,10 @@ def quantize_pair(
     k_result, v_result = result
     problem = wrong_result(k_result, key, k_multiplier, kv_format, k_buffers)
     if problem:
-        raise _no_answer(manager, PAIR, serving, result, f"K: {problem}")
+        raise _no_answer(manager, PAIR, serving, result, problem, side="K")
     problem = wrong_result(v_result, value, v_multiplier, kv_format, v_buffers)
     if problem:
-        raise _no_answer(manager, PAIR, serving, result, f"V: {problem}")
+        raise _no_answer(manager, PAIR, serving, result, problem, side="V")
     return k_result, v_result
 
 
@@ -217,13 +217,17 @@ def _quantize_one(
 
 
 def _no_answer(
-    manager: Manager, hook: HookName, serving: Serving, result: object, problem: str
+    manager: Manager, hook: HookName, serving: Serving, result: object, problem: str, side: str = ""
 ) -> KVCacheError:
-    """The error for a result that is none, or is wrong."""
+    """The error for a result that is none, or is wrong.
+
+    :param side: of a pair, which one is.
+    """
     if result is None:
         return manager.no_implementation(hook, serving)
+    answered = f"answered, for {side}, with" if side else "answered with"
     return KVCacheError(
-        f"{hook} of {serving.kv_format.name} on {serving.device} answered with {problem}; mend "
+        f"{hook} of {serving.kv_format.name} on {serving.device} {answered} {problem}; mend "
         f"implementation {manager.who_answers(hook, serving)}",
         name="wrong-answer",
     )

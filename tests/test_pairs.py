@@ -236,13 +236,19 @@ def test_the_choice_is_made_again_when_plugins_come_and_go(register: Register) -
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda right: [*right], "list instead of a tuple of two QuantizedKV"),
-        (lambda right: right[0], "QuantizedKV instead of a tuple of two QuantizedKV"),
-        (lambda right: (*right, None), "tuple instead of a tuple of two QuantizedKV"),
-        (lambda right: (None, right[1]), "K: NoneType instead of QuantizedKV"),
-        (lambda right: (right[0], 3), "V: int instead of QuantizedKV"),
-        (lambda right: right[::-1], "K: a result that does not fit: QuantizedKV: data must be"),
-        (lambda right: (right[0], right[0]), "V: a result that does not fit: QuantizedKV: data"),
+        (lambda right: [*right], " with list instead of a tuple of two QuantizedKV"),
+        (lambda right: right[0], " with QuantizedKV instead of a tuple of two QuantizedKV"),
+        (lambda right: (*right, None), " with tuple instead of a tuple of two QuantizedKV"),
+        (lambda right: (None, right[1]), ", for K, with NoneType instead of QuantizedKV"),
+        (lambda right: (right[0], 3), ", for V, with int instead of QuantizedKV"),
+        (
+            lambda right: right[::-1],
+            ", for K, with a result that does not fit: QuantizedKV",
+        ),
+        (
+            lambda right: (right[0], right[0]),
+            ", for V, with a result that does not fit: QuantizedKV",
+        ),
     ],
     ids=["list", "one", "three", "K none", "V number", "swapped", "K twice"],
 )
@@ -254,7 +260,7 @@ def test_a_wrong_result_names_the_implementation(
     with pytest.raises(kv.KVCacheError) as caught:
         _pair()
     message = str(caught.value)
-    assert message.startswith(f"quantize_kv_pair of fp8_e4m3 on cpu answered with {problem}")
+    assert message.startswith(f"quantize_kv_pair of fp8_e4m3 on cpu answered{problem}")
     mend = "; mend implementation 'both' (registered at run time)"
     assert message.endswith(f"{mend} [errors#wrong-answer]")
 
@@ -262,7 +268,7 @@ def test_a_wrong_result_names_the_implementation(
 def test_buffers_of_its_own_are_refused(register: Register) -> None:
     earlier = _pair()
     register(Both(), "both")
-    with pytest.raises(kv.KVCacheError, match=r"K: buffers of its own .* 'both'"):
+    with pytest.raises(kv.KVCacheError, match=r", for K, with buffers of its own .* 'both'"):
         kv.quantize_kv_pair(KEY, VALUE, 0.5, 0.5, "fp8", out=earlier)
 
 
