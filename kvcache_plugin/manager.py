@@ -31,6 +31,7 @@ from kvcache_plugin.plugins import (
     one_line,
     raised_by,
     subset,
+    unmarked_hooks,
     wraps,
 )
 from kvcache_plugin.serving import HookCall, Refusal, Serving
@@ -190,8 +191,19 @@ class Manager:
             raise BrokenPluginError(one_line(error)) from error
         self._formats.update((kv_format.name, kv_format) for kv_format in new_formats)
         self._added_formats[name] = new_formats
-        self._found.append(Implementation(name, distribution, hooks, summary))
+        admitted = Implementation(name, distribution, hooks, summary)
+        self._found.append(admitted)
         self._forget()
+        for hook in unmarked_hooks(plugin, hooks):
+            logger.warning(
+                anchored(
+                    "implementation %s has a function %s that is never called, since it is not "
+                    "marked; put kvcache_plugin.hookimpl above it, or give it another name",
+                    "hook-not-marked",
+                ),
+                admitted,
+                hook,
+            )
 
     def _name_of(self, plugin: object) -> str | None:
         """The name of this very object; an object that equals it is another plugin."""

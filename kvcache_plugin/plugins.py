@@ -117,6 +117,22 @@ def check_plugin(plugin: object, name: object) -> tuple[tuple[str, ...], str, tu
     return hooks, summary, new_formats
 
 
+def unmarked_hooks(plugin: object, hooks: tuple[str, ...]) -> tuple[str, ...]:
+    """What a plugin has a function of its own for that is called like a hook, and is not marked.
+
+    :param hooks: those that it implements.
+    """
+
+    def is_own(name: str) -> bool:
+        found = inspect.getattr_static(plugin, name, None)
+        if not inspect.isfunction(found):
+            return False
+        # A module may import ours, which are called like the hooks.
+        return not inspect.ismodule(plugin) or found.__module__ == plugin.__name__
+
+    return tuple(hook for hook in KNOWN_HOOKS if hook not in hooks and is_own(hook))
+
+
 def find_entry_points() -> list[tuple[str, EntryPoint]]:
     """The group's entry points, each with its distribution, in the order of those names.
 

@@ -1030,6 +1030,56 @@ def test_packages_come_after_the_built_in_ones_and_so_are_called_first(
     assert orders == [["beta", "alpha", "cpu_reference"]] * 2
 
 
+class _HalfMarked:
+    @kv.hookimpl
+    def dequantize_kv(self) -> None: ...
+
+    def quantize_kv(self) -> None: ...
+
+    def supports_kv(self) -> bool:
+        return True
+
+
+def test_a_function_like_a_hook_that_is_not_marked_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    Manager().register(_HalfMarked(), "half")
+    said = (
+        "implementation 'half' (registered at run time) has a function {} that is never called, "
+        "since it is not marked; put kvcache_plugin.hookimpl above it, or give it another name "
+        "[errors#hook-not-marked]"
+    )
+    assert [record.getMessage() for record in caplog.records] == [
+        said.format("supports_kv"),
+        said.format("quantize_kv"),
+    ]
+
+
+def test_an_installed_module_is_warned_of_functions_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that it imports are none, nor one that stands beside the hook under another name."""
+    source = """
+        import torch
+
+        import kvcache_plugin as kv
+        from kvcache_plugin import dequantize_kv, validate_kv_scales
+
+        @torch.no_grad()
+        def quantize_kv(): ...
+
+        def supports_kv(): ...
+
+        @kv.hookimpl(specname="supports_kv")
+        def serves(): return True
+    """
+    _package(tmp_path, "marked", source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Manager().discover()
+    (warning,) = (r.getMessage() for r in caplog.records if "never called" in r.getMessage())
+    assert warning.startswith("implementation 'marked' (kv-test-marked 1.0) has a function quan")
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
