@@ -24,6 +24,7 @@ from kvcache_plugin.errors import KVCacheError, anchored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import FrameType, TracebackType
 
     import torch
 
@@ -60,7 +61,11 @@ class ConformanceSuite:
                     "conformance-unsteady",
                 )
             )
-        verdict = case.run(self._candidate())
+        try:
+            verdict = case.run(self._candidate())
+        except Exception as error:
+            # The same one, so that it is no exception "during handling of" another.
+            raise error.with_traceback(_from_outside(error.__traceback__))  # noqa: B904
         if verdict.problems:
             found = "\n".join(map(str, verdict.problems))
             what = f"{case}: {case.check.summary}\n{found}"
@@ -92,3 +97,17 @@ class ConformanceSuite:
                 name="conformance-nothing-checked",
             )
         return Candidate.of(self.implementation, torch_device=self.torch_device, device=self.device)
+
+
+def _from_outside(traceback: TracebackType | None) -> TracebackType | None:
+    """A traceback from the frame on that the suite has called, whole where there is none."""
+    there = traceback
+    while there is not None and _is_between(there.tb_frame):
+        there = there.tb_next
+    return there or traceback
+
+
+def _is_between(frame: FrameType) -> bool:
+    """Whether code is ours, or of what we call an implementation by."""
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package in ("kvcache_plugin", "pluggy")

@@ -650,6 +650,12 @@ class PadsRows(IgnoresStridesOfCodes):
         return replace(made, data=data)
 
 
+class ReadsNibblesSwapped(Right):
+    def dequantize(self, quantized: kv.QuantizedKV, dtype: torch.dtype) -> Any:
+        data = quantized.data
+        return super().dequantize(replace(quantized, data=data << 4 | data >> 4), dtype)
+
+
 class FlushesSubnormalScales(Right):
     def dequantize(self, quantized: kv.QuantizedKV, dtype: torch.dtype) -> Any:
         scale = quantized.scale
@@ -721,6 +727,8 @@ WRONG: tuple[tuple[type[Right], str, str, str], ...] = (
     (WholePrograms, E4M3, "counts", r"shape \(4097, 1\): codes: 1 of 4097 differ"),
     (RowsOfAPowerOfTwo, E4M3, "shapes", r"shape \(3, 2, 80\): codes: \d+ of 480 differ"),
     (SwappedNibbles, NVFP4, "worked_block plain", r"codes: \d+ of 16 differ"),
+    (SwappedNibbles, NVFP4, "every_pattern", r"codes: all are right with the two nibbles of each"),
+    (ReadsNibblesSwapped, NVFP4, "dequantize_plain", r"values: all are right with the two nibbles"),
     (BlockScaleIsNotRounded, NVFP4, "random_values subnormals", r"global scale .*, block scale "),
     (BlocksOfThirtyTwo, NVFP4, "plain ties", r"block scales: \d+ of \d+ differ"),
     (FirstHeadsScale, E4M3, "scale_per_head", r"scale 3: got 0x"),
@@ -953,7 +961,10 @@ def test_more_than_declared_fails_where_enough_is_compared(
     assert {"plain", "every_pattern", "random_values", "rare_values", "strides"} <= set(found)
     assert not {"ties", "scaled_ties", "scale_conversion"} & set(found)
     for message in (message for messages in found.values() for message in messages):
-        assert re.match(rf"{what}, 0\.\d+ of them where describe_kv allows 0\.0[25]: ", message)
+        counted, *first = message.splitlines()
+        assert re.match(rf"{what}, 0\.\d+ of them where describe_kv allows 0\.0[25]: ", counted)
+        assert len(first) == 5
+        assert all(re.match(r"  \[.*\]: .*, global scale .*: got 0x", line) for line in first)
 
 
 def test_with_a_tolerance_extreme_scales_are_skipped() -> None:
@@ -979,6 +990,11 @@ class TestComparison:
         stored = torch.tensor([[block_scale]], dtype=torch.uint8).view(torch.float8_e4m3fn)
         return kv.QuantizedKV(data, stored, torch.ones(1), NVFP4)
 
+    @staticmethod
+    def counted(comparison: comparing.Comparison) -> tuple[Any, ...]:
+        """Problems, and of codes and block scales how many were compared, and are one step off."""
+        return comparison.problems, comparison.codes[:2], comparison.block_scales[:2]
+
     def compare(
         self,
         tolerance: kv.KVTolerance,
@@ -994,7 +1010,7 @@ class TestComparison:
 
     @pytest.mark.parametrize("code", [4, 6])
     def test_a_neighbour_is_one_step_off(self, code: int) -> None:
-        assert self.compare(self.CODES, changes={4: code}) == ((), (16, 1), (1, 0))
+        assert self.counted(self.compare(self.CODES, changes={4: code})) == ((), (16, 1), (1, 0))
         assert self.compare(kv.KVTolerance(), changes={4: code}).problems
 
     @pytest.mark.parametrize("code", [3, 7, 13])
@@ -1013,10 +1029,14 @@ class TestComparison:
 
     def test_beside_another_block_scale_other_codes_are_right(self) -> None:
         # 1.125: each value over that is nearest to the same code.
-        assert self.compare(self.BLOCK_SCALES, self.NEXT) == ((), (16, 0), (1, 1))
+        assert self.counted(self.compare(self.BLOCK_SCALES, self.NEXT)) == ((), (16, 0), (1, 1))
         x = self.X.clone()
         x[0, 2] = 5.5  # 4.89: the code of 4 now, and beside 1 that of 6
-        assert self.compare(self.BLOCK_SCALES, self.NEXT, x=x) == ((), (16, 0), (1, 1))
+        assert self.counted(self.compare(self.BLOCK_SCALES, self.NEXT, x=x)) == (
+            (),
+            (16, 0),
+            (1, 1),
+        )
         assert self.compare(self.BLOCK_SCALES, self.NEXT, changes={2: 7}, x=x).problems
 
     def test_a_block_scale_two_steps_off_is_wrong(self) -> None:
@@ -1028,7 +1048,7 @@ class TestComparison:
         assert right.block_scales is not None
         assert right.block_scales.view(torch.uint8).tolist() == [[1]]
         given = ("X", x, self.block([7, 15] * 8, 0), right, self.FORMATS[NVFP4])
-        assert comparing.compare(*given, self.BLOCK_SCALES) == ((), (0, 0), (1, 1))
+        assert self.counted(comparing.compare(*given, self.BLOCK_SCALES)) == ((), (0, 0), (1, 1))
         assert len(comparing.compare(*given, kv.KVTolerance()).problems) == 2
 
     def test_nan_may_become_anything_where_that_is_declared(self) -> None:
@@ -1037,7 +1057,7 @@ class TestComparison:
         changes = {3: 7, 0: 1}
         assert len(self.compare(kv.KVTolerance(), 0x7F, changes=changes, x=x).problems) == 2
         nan = kv.KVTolerance(nan=True)
-        assert self.compare(nan, 0x7F, changes=changes, x=x) == ((), (0, 0), (0, 0))
+        assert self.counted(self.compare(nan, 0x7F, changes=changes, x=x)) == ((), (0, 0), (0, 0))
 
     def test_infinity_is_no_neighbour_of_the_largest_value(self) -> None:
         right, got = (
@@ -1236,7 +1256,11 @@ import torch
 import kvcache_plugin as kv
 from kvcache_plugin.hardware import cpu_reference, cuda_sm90
 from kvcache_plugin.testing import ConformanceSuite
-from tests.test_conformance import NoNegativeZero, PassesOnWhatIsNotPlain
+from tests.test_conformance import (
+    NoNegativeZero,
+    PassesOnWhatIsNotPlain,
+    RaisesWithoutTokens,
+)
 
 
 class TestRight(ConformanceSuite):
@@ -1251,6 +1275,11 @@ class TestWrong(ConformanceSuite):
 
 class TestPasses(ConformanceSuite):
     implementation = PassesOnWhatIsNotPlain()
+    formats = ["fp8_e4m3"]
+
+
+class TestRaises(ConformanceSuite):
+    implementation = RaisesWithoutTokens()
     formats = ["fp8_e4m3"]
 
 
@@ -1295,7 +1324,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "test_suite.py").write_text(SUITE, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", "/dev/null", "-rA",
-         "-k", "plain or serves or zeros or shapes", str(folder)],
+         "-k", "plain or serves or zeros or shapes or empty", str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -1313,6 +1342,15 @@ def test_pytest_makes_a_test_of_each_case(outcome: dict[str, str]) -> None:
     assert outcome["TestWrong::test_conforms[plain-fp8_e4m3-bfloat16]"] == "PASSED"
     assert "-0, scale 1: got 0x00 (0), expected 0x80 (-0)" in outcome[""]
     assert "[errors#conformance-differs]" in outcome[""]
+
+
+def test_pytest_shows_an_exception_from_the_implementation_on(outcome: dict[str, str]) -> None:
+    test = "test_conforms[empty-fp8_e4m3-bfloat16]"
+    assert outcome[f"TestRaises::{test}"] == "FAILED"
+    shown = outcome[""].partition(f"_ TestRaises.{test} _")[2].partition("\n____")[0]
+    places = re.findall(r"^(\S+\.py):\d+: ", shown, re.MULTILINE)
+    assert set(places) == {"tests/test_conformance.py"}
+    assert ">       x.abs().max()" in shown
 
 
 def test_pytest_skips_what_is_passed_by(outcome: dict[str, str]) -> None:

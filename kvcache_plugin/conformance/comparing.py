@@ -5,7 +5,7 @@ All tensors are on the CPU. A code is compared by its bits; any code of NaN stan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import copysign, isfinite
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -26,6 +26,9 @@ _E2M1: Final = "e2m1"
 _E4M3: Final = "float8_e4m3fn"
 _FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 _MOST_SHOWN: Final = 5
+_NIBBLES_EXCHANGED: Final = (
+    "all are right with the two nibbles of each byte exchanged; the even element is the low one"
+)
 #: The place of a code that is not finite: far from that of any other.
 _NOWHERE: Final = -(1 << 20)
 
@@ -70,13 +73,15 @@ class Problem:
 
 
 class Count(NamedTuple):
-    """How many were compared, and how many of those are one step off."""
+    """How many were compared, how many of those are one step off, and the first few of these."""
 
     compared: int = 0
     off: int = 0
+    first: tuple[Difference, ...] = ()
 
     def plus(self, other: Count) -> Count:
-        return Count(self.compared + other.compared, self.off + other.off)
+        first = (*self.first, *other.first)[:_MOST_SHOWN]
+        return Count(self.compared + other.compared, self.off + other.off, first)
 
 
 class Comparison(NamedTuple):
@@ -141,8 +146,7 @@ def compare_values(
     """Equal bits, signs of zeros too; any NaN is as good as another."""
     if not got.numel():
         return Comparison()
-    wrong = (bits(got) != bits(expected)).reshape(*got.shape, -1).any(-1)
-    wrong &= ~(got.isnan() & expected.isnan())
+    wrong = _other_values(got, expected)
     problems = differences(
         f"{what}: values",
         wrong,
@@ -150,7 +154,15 @@ def compare_values(
         lambda i: number(got[i]),
         lambda i: number(expected[i]),
     )
+    is_packed = 2 * quantized.data.shape[-1] == got.shape[-1]
+    if problems and is_packed and not _other_values(_exchanged(got), expected).any():
+        problems += (Problem(f"{what}: values: {_NIBBLES_EXCHANGED}"),)
     return Comparison(problems, Count(got.numel()))
+
+
+def _other_values(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    other = (bits(got) != bits(expected)).reshape(*got.shape, -1).any(-1)
+    return other & ~(got.isnan() & expected.isnan())
 
 
 def differences(
@@ -163,9 +175,18 @@ def differences(
     """The one problem that wrong elements are, none where no element is wrong."""
     if not wrong.any():
         return ()
-    places = [tuple(place) for place in wrong.nonzero()[:_MOST_SHOWN].tolist()]
-    first = tuple(Difference(i, given(i), got(i), expected(i)) for i in places)
+    first = _first(wrong, given, got, expected)
     return (Problem(what, int(wrong.sum()), wrong.numel(), first),)
+
+
+def _first(
+    wrong: torch.Tensor,
+    given: Callable[[tuple[int, ...]], str],
+    got: Callable[[tuple[int, ...]], str],
+    expected: Callable[[tuple[int, ...]], str],
+) -> tuple[Difference, ...]:
+    places = [tuple(place) for place in wrong.nonzero()[:_MOST_SHOWN].tolist()]
+    return tuple(Difference(i, given(i), got(i), expected(i)) for i in places)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,6 +206,11 @@ def unpacked(data: torch.Tensor) -> torch.Tensor:
 def packed(codes: torch.Tensor) -> torch.Tensor:
     """Two codes to a byte, the even element in the low nibble."""
     return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def _exchanged(elements: torch.Tensor) -> torch.Tensor:
+    """The two elements of each byte in the other order."""
+    return elements.reshape(*elements.shape[:-1], -1, 2).flip(-1).reshape(elements.shape)
 
 
 def e2m1_codes(x: torch.Tensor, sf: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
@@ -251,15 +277,14 @@ class _Codes:
         off = torch.zeros_like(wrong)
         if may_step:
             off = wrong & ((places[got] - places[expected]).abs() == 1)
-        problems = differences(
-            self.what,
-            wrong & ~off,
+        in_words = (
             self.given,
             lambda i: self._show(got[i]),
             lambda i: self._show(expected[i]),
         )
+        problems = differences(self.what, wrong & ~off, *in_words)
         compared = got.numel() - int(self.left_out.sum())
-        return problems, Count(compared, int(off.sum()))
+        return problems, Count(compared, int(off.sum()), _first(off, *in_words))
 
     def _show(self, code: torch.Tensor) -> str:
         digits = 1 if len(self.alphabet.values) == 16 else 2
@@ -325,7 +350,11 @@ def _compare_nvfp4(
         ),
     )
     scale_problems, scale_count = block_scales.compare(may_step=tolerance.block_scales > 0)
-    code_problems, code_count = codes.compare(may_step=tolerance.codes > 0)
+    may_step = tolerance.codes > 0
+    code_problems, code_count = codes.compare(may_step)
+    exchanged = replace(codes, got=_exchanged(codes.got))
+    if code_problems and not exchanged.compare(may_step)[0]:
+        code_problems += (Problem(f"{what}: codes: {_NIBBLES_EXCHANGED}"),)
     return Comparison(scale_problems + code_problems, code_count, scale_count)
 
 

@@ -247,6 +247,7 @@ class Trial:
                         f"describe_kv allows {declared:.3g}",
                         count.off,
                         count.compared,
+                        count.first,
                     )
                 )
 
