@@ -8,7 +8,7 @@ import torch
 
 from kvcache_plugin.errors import KVQuantizeError
 from kvcache_plugin.quantized import OutBuffers, QuantizedKV
-from kvcache_plugin.scales import as_float, describe, holds_numbers, is_plain
+from kvcache_plugin.tensor_kinds import as_float, describe, holds_numbers, is_plain
 
 if TYPE_CHECKING:
     from typing import TypeGuard

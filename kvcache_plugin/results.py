@@ -9,7 +9,7 @@ import torch
 from kvcache_plugin.arguments import check_layout, has_layout
 from kvcache_plugin.errors import KVQuantizeError
 from kvcache_plugin.quantized import OutBuffers, QuantizedKV
-from kvcache_plugin.scales import describe
+from kvcache_plugin.tensor_kinds import describe
 
 if TYPE_CHECKING:
     from kvcache_plugin.formats import KVFormat

@@ -12,7 +12,7 @@ from kvcache_plugin.checkpoint.engine_rules import verdicts
 from kvcache_plugin.checkpoint.report import StoredScale
 from kvcache_plugin.checkpoint.tensors import SafetensorsFile
 from kvcache_plugin.errors import CheckpointError, shown
-from kvcache_plugin.scales import holds_numbers
+from kvcache_plugin.tensor_kinds import holds_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

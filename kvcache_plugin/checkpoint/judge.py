@@ -17,7 +17,7 @@ from kvcache_plugin.api import validate_kv_scales
 from kvcache_plugin.checkpoint.collector import MOST_VALUES
 from kvcache_plugin.checkpoint.report import LayerScales
 from kvcache_plugin.errors import KVScaleError, shown
-from kvcache_plugin.scales import holds_numbers
+from kvcache_plugin.tensor_kinds import holds_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
