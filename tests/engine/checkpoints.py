@@ -82,7 +82,8 @@ def write_checkpoint(
 
     The weights depend on nothing but the two sizes, so two checkpoints that differ only in their
     scales differ only in what the engines make of those scales. They are drawn wide enough for
-    the scales to matter: another rounding of K or V changes the greedy tokens.
+    the scales to matter: K and V are about 1, and where a scale cuts them off, 0.003 for instance,
+    the greedy tokens change. Another rounding alone changes them on some CPUs and not on others.
 
     :param folder: made if missing.
     :param scales: layer number -> (k, v). A number is stored as float32 of shape ``(1,)``, a
