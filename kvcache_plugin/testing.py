@@ -65,7 +65,7 @@ class ConformanceSuite:
             verdict = case.run(self._candidate())
         except Exception as error:
             # The same one, so that it is no exception "during handling of" another.
-            raise error.with_traceback(_from_outside(error.__traceback__))  # noqa: B904
+            raise error.with_traceback(_from_outside(error))  # noqa: B904
         if verdict.problems:
             found = "\n".join(map(str, verdict.problems))
             what = f"{case}: {case.check.summary}\n{found}"
@@ -99,15 +99,18 @@ class ConformanceSuite:
         return Candidate.of(self.implementation, torch_device=self.torch_device, device=self.device)
 
 
-def _from_outside(traceback: TracebackType | None) -> TracebackType | None:
-    """A traceback from the frame on that the suite has called, whole where there is none."""
-    there = traceback
+def _from_outside(error: Exception) -> TracebackType | None:
+    """Its traceback from the frame on that the suite has called, whole where there is none.
+
+    An error of ours tells what the implementation has answered: where we saw that says no more.
+    """
+    there = error.__traceback__
     while there is not None and _is_between(there.tb_frame):
         there = there.tb_next
-    return there or traceback
+    return there if there or isinstance(error, KVCacheError) else error.__traceback__
 
 
 def _is_between(frame: FrameType) -> bool:
-    """Whether code is ours, or of what we call an implementation by."""
+    """Whether code is ours, or of what an implementation is called or decorated by."""
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return package in ("kvcache_plugin", "pluggy")
+    return package in ("kvcache_plugin", "pluggy", "torch")

@@ -120,6 +120,7 @@ class Right:
         return self.convert(scales, kv_cache_dtype)
 
     @kv.hookimpl
+    @torch.no_grad()
     def quantize_kv(
         self, tensor: torch.Tensor, scale: torch.Tensor, kv_cache_dtype: str, out: Any
     ) -> Any:
@@ -1257,6 +1258,7 @@ import kvcache_plugin as kv
 from kvcache_plugin.hardware import cpu_reference, cuda_sm90
 from kvcache_plugin.testing import ConformanceSuite
 from tests.test_conformance import (
+    IgnoresOut,
     NoNegativeZero,
     PassesOnWhatIsNotPlain,
     RaisesWithoutTokens,
@@ -1280,6 +1282,11 @@ class TestPasses(ConformanceSuite):
 
 class TestRaises(ConformanceSuite):
     implementation = RaisesWithoutTokens()
+    formats = ["fp8_e4m3"]
+
+
+class TestIgnoresOut(ConformanceSuite):
+    implementation = IgnoresOut()
     formats = ["fp8_e4m3"]
 
 
@@ -1345,12 +1352,24 @@ def test_pytest_makes_a_test_of_each_case(outcome: dict[str, str]) -> None:
 
 
 def test_pytest_shows_an_exception_from_the_implementation_on(outcome: dict[str, str]) -> None:
-    test = "test_conforms[empty-fp8_e4m3-bfloat16]"
-    assert outcome[f"TestRaises::{test}"] == "FAILED"
-    shown = outcome[""].partition(f"_ TestRaises.{test} _")[2].partition("\n____")[0]
-    places = re.findall(r"^(\S+\.py):\d+: ", shown, re.MULTILINE)
-    assert set(places) == {"tests/test_conformance.py"}
+    shown = shown_of(outcome, "TestRaises.test_conforms[empty-fp8_e4m3-bfloat16]")
+    assert files_of(shown) == {"tests/test_conformance.py"}
     assert ">       x.abs().max()" in shown
+
+
+def test_pytest_shows_of_a_wrong_answer_what_it_is(outcome: dict[str, str]) -> None:
+    shown = shown_of(outcome, "TestIgnoresOut.test_conforms[empty-fp8_e4m3-bfloat16]")
+    assert "answered with buffers of its own instead of those that it was given" in shown
+    assert not {place for place in files_of(shown) if "kvcache_plugin" in place}
+
+
+def shown_of(outcome: dict[str, str], test: str) -> str:
+    assert outcome[test.replace(".", "::", 1)] == "FAILED"
+    return outcome[""].partition(f"_ {test} _")[2].partition("\n____")[0]
+
+
+def files_of(shown: str) -> set[str]:
+    return set(re.findall(r"^(\S+\.py):\d+: ", shown, re.MULTILINE))
 
 
 def test_pytest_skips_what_is_passed_by(outcome: dict[str, str]) -> None:
