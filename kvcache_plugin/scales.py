@@ -323,7 +323,7 @@ def _has_reciprocal(value: float) -> bool:
     """Whether a number up to the largest float32 is positive, and its reciprocal a float32."""
     if value <= 0:
         return False
-    rounded: float = _FLOAT32.unpack(_FLOAT32.pack(value))[0]
+    rounded = _rounded(value)
     # No quotient is between the largest float32 and what is rounded to it: float32 numbers that
     # are so small are too far apart.
     return rounded > 0 and 1.0 / rounded <= _FLOAT32_MAX
@@ -414,11 +414,28 @@ def _show(values: _Values | None) -> str:
     if values is None:
         return "unset"
     if len(values) == 1:
-        return repr(values[0])
-    shown = [repr(value) for value in values]
-    if len(shown) > _MOST_VALUES_SHOWN:
-        shown[_MOST_VALUES_SHOWN:] = [f"... {len(values)} heads"]
+        return _digits(values[0])
+    shown = [_digits(value) for value in values[:_MOST_VALUES_SHOWN]]
+    if len(values) > _MOST_VALUES_SHOWN:
+        shown.append(f"... {len(values)} heads")
     return f"[{', '.join(shown)}]"
+
+
+def _digits(value: float) -> str:
+    """All digits of a number; of a float32, as files have them, those that tell it from others."""
+    if _rounded(value) != value:
+        return repr(value)
+    shorter = (float(f"{value:.{digits}g}") for digits in range(1, 10))
+    return repr(next(x for x in shorter if _rounded(x) == value))
+
+
+def _rounded(value: float) -> float:
+    """As a float32, which is infinite where the number is beyond the largest."""
+    try:
+        rounded: float = _FLOAT32.unpack(_FLOAT32.pack(value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return rounded
 
 
 def _shape(scale: torch.Tensor | float | None) -> str:

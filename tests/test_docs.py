@@ -184,9 +184,9 @@ def is_in(text: str, message: Message) -> bool:
 
 @pytest.mark.parametrize("page", ["README.md", "index.md"])
 def test_the_refusal_of_a_first_page_is_a_real_one(page: str, tmp_path: Path) -> None:
-    corrupt = {17: (float("inf"), 0.0625)}
+    corrupt = {17: (float("inf"), 0.06)}
     write_checkpoint(
-        tmp_path, {i: corrupt.get(i, (0.05, 0.0625)) for i in range(32)}, num_hidden_layers=32
+        tmp_path, {i: corrupt.get(i, (0.05, 0.06)) for i in range(32)}, num_hidden_layers=32
     )
     layers = [
         LoadedScales(f"model.layers.{i}.self_attn.attn", None, None, "fp8", torch.device("cpu"))

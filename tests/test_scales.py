@@ -441,8 +441,26 @@ def test_no_finite_reciprocal(value: float, as_tensor: bool, side: str) -> None:
     scale = torch.tensor(value, dtype=torch.float64) if as_tensor else value
     message = refused_beside(side, scale, other=0.5)
     assert "fp8 KV cache scales must be finite and fit in torch.float32, got k_scale=" in message
-    assert f"{side}_scale={value!r}" in message
+    assert f"{side}_scale={as_shown(value)} " in message
     assert "reciprocal" in message
+
+
+def as_shown(value: float) -> str:
+    """By numpy: of a float32 in as few digits as tell it from the others."""
+    with np.errstate(over="ignore"):
+        rounded = np.float32(value)
+    return repr(float(str(rounded)) if float(rounded) == value else value)
+
+
+@given(st.floats(width=32, allow_nan=False))
+@example(3.4028234663852886e38)
+@example(-0.0)
+@example(0.1)  # no float32
+@example(6.0000000109955115e38)
+@settings(max_examples=1000)
+def test_a_value_is_shown_as_its_file_has_it(value: float) -> None:
+    message = refused(NAN, value)
+    assert f"got k_scale=nan v_scale={as_shown(value)} (corrupt: " in message
 
 
 def test_the_smallest_scale_with_a_reciprocal() -> None:
